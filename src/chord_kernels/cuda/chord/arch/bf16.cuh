@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+// BF16 pairs in one register. The low half is the element with the smaller index.
+#pragma once
+#include "chord/arch/types.cuh"
+
+namespace chord {
+
+// (value & mask) | bits, as the one LOP3 that ptxas does not always find.
+__device__ __forceinline__ uint32_t and_or(uint32_t value, uint32_t mask, uint32_t bits) {
+  uint32_t result;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(result) : "r"(value), "r"(mask), "r"(bits));
+  return result;
+}
+
+__device__ __forceinline__ uint32_t subtract_bf16x2(uint32_t a, uint32_t b) {
+  uint32_t result;
+  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  return result;
+}
+
+__device__ __forceinline__ uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
+  uint32_t result;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  return result;
+}
+
+__device__ __forceinline__ uint32_t round_bf16x2(float low, float high) {
+  uint32_t result;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+  return result;
+}
+
+__device__ __forceinline__ float low_bf16(uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high_bf16(uint32_t pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+
+}  // namespace chord

@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: Apache-2.0
+// Global to shared copies that no register passes through.
+#pragma once
+#include "chord/arch/types.cuh"
+
+namespace chord {
+
+// `bytes` (a multiple of 16, both addresses 16-byte aligned) arrive on `barrier` when they have landed.
+__device__ __forceinline__ void copy_bulk(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),
+               "l"(source), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
+// 16 bytes, past L1.
+__device__ __forceinline__ void copy_async_16(uint32_t destination, const void* source) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(destination), "l"(source) : "memory");
+}
+
+}  // namespace chord

@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: Apache-2.0
+// Fixed-width names. No CUDA or C++ header is included anywhere below cuda/: NVRTC alone compiles every kernel.
+#pragma once
+
+namespace chord {
+
+using uint8_t = unsigned char;
+using int32_t = int;
+using uint32_t = unsigned int;
+using int64_t = long long;
+using uint64_t = unsigned long long;
+
+static_assert(sizeof(int64_t) == 8 && sizeof(void*) == 8);
+
+constexpr int kWarpLanes = 32;
+constexpr int kGroupThreads = 128;  // a warpgroup
+constexpr uint32_t kFullMask = 0xFFFFFFFFu;
+
+}  // namespace chord

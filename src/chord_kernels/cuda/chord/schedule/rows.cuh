@@ -1,0 +1,166 @@
+// SPDX-License-Identifier: Apache-2.0
+// Row contracts: for block b, which expert, how many rows, where row i is read and where its outputs go. A "slot" is a
+// contract's own name for a row: an index into sorted_ids (indexed), or the row of x itself (contiguous, masked).
+// locate() is called by whole warps with rising b. No contract reads a count back to the host.
+#pragma once
+#include "chord/tile/storage.cuh"
+
+namespace chord {
+
+struct Block {
+  int32_t expert;
+  int32_t first_slot;
+  int32_t rows;  // up to the last valid one; 0: nothing to do
+};
+
+struct Routing {
+  const int32_t* rows;     // sorted_ids | m_indices | -
+  const int32_t* experts;  // expert_ids | - | -
+  const int32_t* counts;   // num_tokens_padded | - | masked_m
+  int32_t limit;           // M * top_k valid ids | m rows of x | max_m rows an expert
+  int32_t max_blocks;      // blocks that the routing buffers can describe | ceil(m / block) | -
+  int32_t top_k;           // indexed only
+  int32_t num_experts;
+};
+
+__device__ __forceinline__ int warp_lane() { return threadIdx.x % kWarpLanes; }
+
+// The position after the last lane-visited row for which valid(i) holds, over i in [0, kRows).
+template <int kRows, class Valid>
+__device__ __forceinline__ int rows_up_to_last(Valid valid) {
+  int rows = 0;
+#pragma unroll
+  for (int base = 0; base < kRows; base += kWarpLanes) {
+    const int i = base + warp_lane();
+    const uint32_t votes = __ballot_sync(kFullMask, i < kRows && valid(i));
+    if (votes) rows = base + kWarpLanes - __clz(votes);
+  }
+  return rows;
+}
+
+template <class Config>
+struct IndexedRows {
+  const Routing& routing;
+  int32_t blocks;
+
+  __device__ __forceinline__ explicit IndexedRows(const Routing& r) : routing(r) {}
+
+  __device__ __forceinline__ void start() { blocks = min(*routing.counts / Config::kBlockRows, routing.max_blocks); }
+
+  __device__ __forceinline__ bool locate(int block, Block& found) const {
+    if (block >= blocks) return false;
+    found.first_slot = block * Config::kBlockRows;
+    found.expert = routing.experts[block];
+    const bool known = static_cast<uint32_t>(found.expert) < static_cast<uint32_t>(routing.num_experts);
+    found.rows = known ? rows_up_to_last<Config::kBlockRows>([&](int i) { return destination(found.first_slot + i, 0) >= 0; }) : 0;
+    return true;
+  }
+  __device__ __forceinline__ int destination(int slot, int) const {
+    const int id = routing.rows[slot];
+    return static_cast<uint32_t>(id) < static_cast<uint32_t>(routing.limit) ? id : -1;
+  }
+  __device__ __forceinline__ int source(int slot, int expert) const {
+    const int id = destination(slot, expert);
+    return id < 0 ? -1 : id / routing.top_k;
+  }
+};
+
+template <class Config>
+struct ContiguousRows {
+  const Routing& routing;
+
+  __device__ __forceinline__ explicit ContiguousRows(const Routing& r) : routing(r) {}
+
+  __device__ __forceinline__ void start() {}
+
+  __device__ __forceinline__ bool locate(int block, Block& found) const {
+    if (block >= routing.max_blocks) return false;
+    found.first_slot = block * Config::kBlockRows;
+    found.expert = -1;
+    // The first valid row names the expert: rows of -1 may also come first.
+#pragma unroll
+    for (int base = 0; base < Config::kBlockRows; base += kWarpLanes) {
+      const int slot = found.first_slot + base + warp_lane();
+      const bool inside = base + warp_lane() < Config::kBlockRows && slot < routing.limit;
+      const int expert = inside ? routing.rows[slot] : -1;
+      const uint32_t votes =
+          __ballot_sync(kFullMask, static_cast<uint32_t>(expert) < static_cast<uint32_t>(routing.num_experts));
+      if (votes && found.expert < 0) found.expert = __shfl_sync(kFullMask, expert, __ffs(votes) - 1);
+    }
+    found.rows = found.expert < 0 ? 0 : rows_up_to_last<Config::kBlockRows>([&](int i) {
+      return destination(found.first_slot + i, found.expert) >= 0;
+    });
+    return true;
+  }
+  // A row of another expert in this block (a broken alignment) is left untouched.
+  __device__ __forceinline__ int destination(int slot, int expert) const {
+    return slot < routing.limit && routing.rows[slot] == expert ? slot : -1;
+  }
+  __device__ __forceinline__ int source(int slot, int expert) const { return destination(slot, expert); }
+};
+
+template <class Config>
+struct MaskedRows {
+  const Routing& routing;
+  int32_t first_expert;  // of the 32 whose counts the warp holds
+  int32_t first_block;   // of first_expert
+  int32_t count;         // this lane's expert
+  int32_t blocks_up_to;  // through this lane's expert, from first_block on
+
+  __device__ __forceinline__ explicit MaskedRows(const Routing& r) : routing(r) {}
+
+  __device__ __forceinline__ void start() {
+    first_block = 0;
+    load(0);
+  }
+  __device__ __forceinline__ void load(int expert) {
+    first_expert = expert;
+    const int mine = expert + warp_lane();
+    count = mine < routing.num_experts ? max(0, min(routing.counts[mine], routing.limit)) : 0;
+    blocks_up_to = (count + Config::kBlockRows - 1) / Config::kBlockRows;
+#pragma unroll
+    for (int step = 1; step < kWarpLanes; step *= 2) {
+      const int before = __shfl_up_sync(kFullMask, blocks_up_to, step);
+      if (warp_lane() >= step) blocks_up_to += before;
+    }
+  }
+  __device__ __forceinline__ bool locate(int block, Block& found) {
+    while (first_expert < routing.num_experts) {
+      const uint32_t later = __ballot_sync(kFullMask, block - first_block < blocks_up_to);
+      if (later) {
+        const int lane = __ffs(later) - 1;
+        const int before = __shfl_sync(kFullMask, blocks_up_to, max(lane - 1, 0));
+        const int row = (block - first_block - (lane ? before : 0)) * Config::kBlockRows;
+        found.expert = first_expert + lane;
+        found.first_slot = found.expert * routing.limit + row;
+        found.rows = min(__shfl_sync(kFullMask, count, lane) - row, Config::kBlockRows);
+        return true;
+      }
+      first_block += __shfl_sync(kFullMask, blocks_up_to, kWarpLanes - 1);
+      load(first_expert + kWarpLanes);
+    }
+    return false;
+  }
+  // Only rows below Block::rows are asked for, and all of them are valid.
+  __device__ __forceinline__ int destination(int slot, int) const { return slot; }
+  __device__ __forceinline__ int source(int slot, int) const { return slot; }
+};
+
+template <class Config, Contract kContract>
+struct RowsOf;
+template <class Config>
+struct RowsOf<Config, Contract::kIndexed> {
+  using Type = IndexedRows<Config>;
+};
+template <class Config>
+struct RowsOf<Config, Contract::kContiguous> {
+  using Type = ContiguousRows<Config>;
+};
+template <class Config>
+struct RowsOf<Config, Contract::kMasked> {
+  using Type = MaskedRows<Config>;
+};
+template <class Config>
+using Rows = typename RowsOf<Config, Config::kContract>::Type;
+
+}  // namespace chord

@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: Apache-2.0
+// One output tile's sum over K, by a consumer warpgroup: weights are the A operand, dequantized in registers; tokens are
+// the B operand, read by wgmma from the swizzled stage. A fragment covers weight rows g and g + 8 of the warp's 16, for
+// tokens 8 j + 2 t and 8 j + 2 t + 1: accumulators [m][4 j + {0, 1, 2, 3}].
+#pragma once
+#include "chord/arch/wgmma.cuh"
+#include "chord/tile/dequantize.cuh"
+#include "chord/tile/ring.cuh"
+
+namespace chord {
+
+template <class Config>
+using Accumulators = float[Config::kRowTiles][Config::kBlockRows / 2];
+
+struct ConsumerThread {
+  int group, warp, lane;  // warpgroup, warp in it, lane in that
+};
+
+template <class Config>
+__device__ __forceinline__ uint32_t weight_block(uint32_t weights, const ConsumerThread& self, int row_tile, int k_tile) {
+  const int tile = (self.group * Config::kRowTiles + row_tile) * Config::kKTiles + k_tile;
+  return weights + tile * sizeof(WeightTile) + self.warp * sizeof(WeightBlock);
+}
+
+template <class Config>
+__device__ __forceinline__ uint64_t token_descriptor(uint32_t stage, int k_tile, int k_step) {
+  return wgmma_descriptor(stage + k_tile * (Config::kBlockRows * kTokenBytes) + k_step * 32);
+}
+
+// Numerics::kBf16. kDepth k-steps of A are in flight, across stage boundaries too: draining the tensor cores at every
+// stage would leave them idle for the time of a dequantization. The stage before is therefore released late.
+template <class Config, int kWidth>
+__device__ __forceinline__ void accumulate_bf16(Accumulators<Config>& sum, const Ring<Config>& ring, RingPosition<Config>& at,
+                                                int k_stages, const ConsumerThread& self) {
+  constexpr int kDepth = Config::kDepth;
+  static_assert(kDepth >= 2 && kDepth <= 4);
+  uint32_t a[kDepth][Config::kRowTiles][4];
+  uint32_t previous = 0;
+  for (int k_stage = 0; k_stage < k_stages; ++k_stage) {
+    ring.wait_full(at);
+    const uint32_t stage = ring.stage(at.stage), weights = ring.weights(at.stage);
+#pragma unroll
+    for (int k_tile = 0; k_tile < Config::kKTiles; ++k_tile) {
+      WeightFragment fragment[Config::kRowTiles];
+#pragma unroll
+      for (int m = 0; m < Config::kRowTiles; ++m) fragment[m].load(weight_block<Config>(weights, self, m, k_tile), self.lane);
+#pragma unroll
+      for (int step = 0; step < 4; ++step) {
+        constexpr int kStepsPerTile = 4;
+        const int slot = (k_tile * kStepsPerTile + step) % kDepth;
+#pragma unroll
+        for (int m = 0; m < Config::kRowTiles; ++m)
+          decode_scaled(a[slot][m], fragment[m].words[step], fragment[m].scale_pair(0, step / 2), fragment[m].scale_pair(1, step / 2));
+        wgmma_fence();
+#pragma unroll
+        for (int m = 0; m < Config::kRowTiles; ++m)
+          Wgmma<kWidth>::issue(sum[m], a[slot][m], token_descriptor<Config>(stage, k_tile, step), (k_stage | k_tile | step) != 0);
+        wgmma_commit();
+        wgmma_wait<kDepth - 1>();
+        if (k_tile == 0 && step == kDepth - 2 && k_stage > 0) ring.release(previous, self.lane);
+      }
+    }
+    previous = at.stage;
+    at.advance();
+  }
+  wgmma_wait<0>();
+  ring.release(previous, self.lane);
+}
+
+// Numerics::kExact. Integer weights; every 32-group has an accumulator of its own, which its row's scale multiplies in
+// FP32. Two of them alternate, so that the tensor cores work on one while the other is added up.
+template <class Config, int kWidth>
+__device__ __forceinline__ void accumulate_exact(Accumulators<Config>& sum, const Ring<Config>& ring, RingPosition<Config>& at,
+                                                 int k_stages, const ConsumerThread& self) {
+  constexpr int kGroups = 2;  // 32-groups of a k-tile
+  float part[kGroups][Config::kRowTiles][kWidth / 2];
+#pragma unroll
+  for (int m = 0; m < Config::kRowTiles; ++m)
+#pragma unroll
+    for (int i = 0; i < kWidth / 2; ++i) sum[m][i] = 0.0f;
+
+  for (int k_stage = 0; k_stage < k_stages; ++k_stage) {
+    ring.wait_full(at);
+    const uint32_t stage = ring.stage(at.stage), weights = ring.weights(at.stage);
+    WeightFragment fragment[2][Config::kRowTiles];
+    uint32_t a[kGroups][Config::kRowTiles][2][4];
+    auto promote = [&](int group_index) {
+      const int k_tile = group_index / kGroups, group = group_index % kGroups;
+#pragma unroll
+      for (int m = 0; m < Config::kRowTiles; ++m) {
+        const float low = fragment[k_tile % 2][m].scale(0, group), high = fragment[k_tile % 2][m].scale(1, group);
+#pragma unroll
+        for (int i = 0; i < kWidth / 2; ++i) sum[m][i] = fmaf(i & 2 ? high : low, part[group][m][i], sum[m][i]);
+      }
+    };
+#pragma unroll
+    for (int index = 0; index < Config::kKTiles * kGroups; ++index) {
+      const int k_tile = index / kGroups, group = index % kGroups;
+      auto& tile = fragment[k_tile % 2];
+#pragma unroll
+      for (int m = 0; m < Config::kRowTiles; ++m) {
+        if (group == 0) tile[m].load(weight_block<Config>(weights, self, m, k_tile), self.lane);
+        decode_integers(a[group][m][0], tile[m].words[2 * group]);
+        decode_integers(a[group][m][1], tile[m].words[2 * group + 1]);
+      }
+      wgmma_fence();
+#pragma unroll
+      for (int m = 0; m < Config::kRowTiles; ++m) {
+        Wgmma<kWidth>::issue(part[group][m], a[group][m][0], token_descriptor<Config>(stage, k_tile, 2 * group), false);
+        Wgmma<kWidth>::issue(part[group][m], a[group][m][1], token_descriptor<Config>(stage, k_tile, 2 * group + 1), true);
+      }
+      wgmma_commit();
+      if (index > 0) {
+        wgmma_wait<1>();
+        promote(index - 1);
+      }
+    }
+    wgmma_wait<0>();
+    ring.release(at.stage, self.lane);
+    promote(Config::kKTiles * kGroups - 1);
+    at.advance();
+  }
+}
+
+template <class Config, int kWidth>
+__device__ __forceinline__ void accumulate(Accumulators<Config>& sum, const Ring<Config>& ring, RingPosition<Config>& at,
+                                           int k_stages, const ConsumerThread& self) {
+  if constexpr (Config::kNumerics == Numerics::kBf16) {
+    accumulate_bf16<Config, kWidth>(sum, ring, at, k_stages, self);
+  } else {
+    static_assert(Config::kNumerics == Numerics::kExact);
+    accumulate_exact<Config, kWidth>(sum, ring, at, k_stages, self);
+  }
+}
+
+// The narrowest compiled width that covers `rows`: padding rows of a block then cost no tensor time. More than four widths
+// in one kernel make ptxas run out of registers and serialise the wgmma.
+template <class Config, int kWidth = Config::kWidthStep>
+__device__ __forceinline__ void accumulate_rows(int rows, Accumulators<Config>& sum, const Ring<Config>& ring,
+                                                RingPosition<Config>& at, int k_stages, const ConsumerThread& self) {
+  static_assert(Config::kBlockRows % Config::kWidthStep == 0 && Config::kBlockRows <= 4 * Config::kWidthStep);
+  if constexpr (kWidth < Config::kBlockRows) {
+    if (rows > kWidth) {
+      accumulate_rows<Config, kWidth + Config::kWidthStep>(rows, sum, ring, at, k_stages, self);
+      return;
+    }
+  }
+  accumulate<Config, kWidth>(sum, ring, at, k_stages, self);
+}
+
+}  // namespace chord

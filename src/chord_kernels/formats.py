@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bit layouts. One object a format: how values are packed, unpacked and what they mean; nobody else knows where a nibble is.
+
+W4A16, layout version 1. A weight [E, N, K] is E x N/64 x K/64 tiles of 64 rows x 64 k. A tile is 2304 bytes: 4 blocks of
+16 rows, each 512 bytes of codes and 64 bytes of scales.
+
+Codes: lane L (g = L // 4, t = L % 4) owns 16 bytes, four little-endian words; word s is k-step s (16 k). In a word, register
+j of the tensor core's A fragment has its low half at bits 4j..4j+3 and its high half at bits 16+4j..16+4j+3:
+row g + 8 * (j & 1), k = 16 * s + 8 * (j >> 1) + 2 * t + {0 low, 1 high}.
+
+Scales: for g in 0..7, 8 bytes = BF16 [row g | row g + 8][32-group 0 | 1 of the tile].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .errors import FormatError
+
+_ROWS_AT_ONCE = 1 << 22  # elements unpacked side by side: bounds the scratch of packing
+
+
+@dataclass(frozen=True)
+class W4A16:
+    """Unsigned INT4 codes (value = code - 8) with one BF16 scale per 32 along K."""
+
+    layout_version: ClassVar[int] = 1
+    group: ClassVar[int] = 32
+    zero_point: ClassVar[int] = 8
+    tile_rows: ClassVar[int] = 64
+    tile_k: ClassVar[int] = 64
+    block_bytes: ClassVar[int] = 576
+    code_bytes: ClassVar[int] = 512
+    tile_bytes: ClassVar[int] = 2304
+
+    @classmethod
+    def why_not(cls, n: int, k: int, *, paired: bool = False) -> str | None:
+        """Why [n, k] weights cannot be packed; None where they can."""
+        if n < 1 or n % cls.tile_rows:
+            way_out = "; a gate/up weight has N = 2 * intermediate size" if paired else ""
+            return f"N = {n} is not a positive multiple of {cls.tile_rows}{way_out}"
+        if k < 1 or k % cls.tile_k:
+            return f"K = {k} is not a positive multiple of {cls.tile_k}"
+        return None
+
+    @classmethod
+    def packed_shape(cls, experts: int, n: int, k: int) -> tuple[int, int, int, int]:
+        return experts, n // cls.tile_rows, k // cls.tile_k, cls.tile_bytes
+
+    @staticmethod
+    def pair_rows(rows: Tensor) -> Tensor:
+        """[gate | up] rows along dim 0 to pairs: every 16 rows are 8 gate rows and the 8 matching up rows."""
+        n = rows.shape[0]
+        return rows.reshape(2, n // 16, 8, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
+
+    @staticmethod
+    def unpair_rows(rows: Tensor) -> Tensor:
+        """The inverse of `pair_rows`."""
+        n = rows.shape[0]
+        return rows.reshape(n // 16, 2, 8, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
+
+    @staticmethod
+    def codes_of_words(words: Tensor) -> Tensor:
+        """Checkpoint words int32 [..., K/8] to codes uint8 [..., K]: nibble j of a word is k = 8 * word + j."""
+        shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
+        return ((words.unsqueeze(-1) >> shifts) & 15).to(torch.uint8).flatten(-2)
+
+    @staticmethod
+    def words_of_codes(codes: Tensor) -> Tensor:
+        """The inverse of `codes_of_words`."""
+        shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=codes.device)
+        nibbles = codes.to(torch.int32).unflatten(-1, (-1, 8)) << shifts
+        return nibbles.sum(-1, dtype=torch.int64).to(torch.int32)
+
+    @classmethod
+    def pack_expert(cls, out: Tensor, codes: Tensor, scales: Tensor, *, paired: bool) -> None:
+        """Fill `out` uint8 [N/64, K/64, 2304] from one expert.
+
+        codes: uint8 [N, K], or checkpoint words int32 [N, K/8]. scales: BF16 [N, K/32]. With `paired`, rows are
+        [gate | up] and are interleaved. Scratch is bounded by a constant and one expert's row order.
+        """
+        n, k = scales.shape[0], scales.shape[1] * cls.group
+        if paired:
+            order = cls.pair_rows(torch.arange(n, device=codes.device))
+        chunk = max(1, _ROWS_AT_ONCE // (k * cls.tile_rows)) * cls.tile_rows
+        for start in range(0, n, chunk):
+            rows = order[start : start + chunk] if paired else slice(start, min(start + chunk, n))
+            part = codes[rows] if codes.dtype == torch.uint8 else cls.codes_of_words(codes[rows])
+            cls._pack_rows(out[start // 64 : (start + chunk) // 64], part, scales[rows])
+
+    @classmethod
+    def _pack_rows(cls, out: Tensor, codes: Tensor, scales: Tensor) -> None:
+        tiles, k_tiles = out.shape[:2]
+        # tile, block, row half, g, k-tile, step, k half, t, pair element
+        c = codes.reshape(tiles, 4, 2, 8, k_tiles, 4, 2, 4, 2)
+        words = torch.zeros((tiles, 4, 8, k_tiles, 4, 4), dtype=torch.int32, device=codes.device)  # ..., step, t
+        for k_half in range(2):
+            for row_half in range(2):
+                for element in range(2):
+                    shift = 4 * (2 * k_half + row_half) + 16 * element
+                    words |= c[:, :, row_half, :, :, :, k_half, :, element].to(torch.int32) << shift
+        blocks = out.view(tiles, k_tiles, 4, cls.block_bytes)
+        words = words.permute(0, 3, 1, 2, 5, 4).reshape(tiles, k_tiles, 4, 128)  # tile, k-tile, block, (g, t, step)
+        blocks[..., : cls.code_bytes] = words.contiguous().view(torch.uint8)
+        s = scales.reshape(tiles, 4, 2, 8, k_tiles, 2).permute(0, 4, 1, 3, 2, 5).contiguous()
+        blocks[..., cls.code_bytes :] = s.view(torch.uint8).reshape(tiles, k_tiles, 4, 64)
+
+    @classmethod
+    def unpack_expert(cls, packed: Tensor, *, paired: bool) -> tuple[Tensor, Tensor]:
+        """uint8 [N/64, K/64, 2304] to codes uint8 [N, K] and scales BF16 [N, K/32], rows as they were before packing."""
+        tiles, k_tiles = packed.shape[:2]
+        n, k = tiles * 64, k_tiles * 64
+        blocks = packed.reshape(tiles, k_tiles, 4, cls.block_bytes)
+        words = blocks[..., : cls.code_bytes].contiguous().view(torch.int32).view(tiles, k_tiles, 4, 8, 4, 4)
+        words = words.permute(0, 2, 3, 1, 5, 4)  # tile, block, g, k-tile, step, t
+        codes = torch.empty((tiles, 4, 2, 8, k_tiles, 4, 2, 4, 2), dtype=torch.uint8, device=packed.device)
+        for k_half in range(2):
+            for row_half in range(2):
+                for element in range(2):
+                    shift = 4 * (2 * k_half + row_half) + 16 * element
+                    codes[:, :, row_half, :, :, :, k_half, :, element] = ((words >> shift) & 15).to(torch.uint8)
+        s = blocks[..., cls.code_bytes :].contiguous().view(torch.bfloat16).view(tiles, k_tiles, 4, 8, 2, 2)
+        scales = s.permute(0, 2, 4, 3, 1, 5).reshape(n, k // cls.group)
+        codes = codes.view(n, k)
+        return (cls.unpair_rows(codes), cls.unpair_rows(scales)) if paired else (codes, scales)
+
+    @classmethod
+    def dequantize(cls, codes: Tensor, scales: Tensor, *, rounded: bool, dtype: torch.dtype = torch.float32) -> Tensor:
+        """(code - 8) * scale in `dtype`; with `rounded`, first rounded to BF16 as checkpoints' own dequantizers do."""
+        integers = codes.to(torch.float32) - cls.zero_point
+        values = integers.unflatten(-1, (-1, cls.group)) * scales.to(torch.float32).unsqueeze(-1)
+        values = values.flatten(-2)  # exact in FP32: 4 bits times 8 bits
+        return (values.to(torch.bfloat16) if rounded else values).to(dtype)
+
+    @classmethod
+    def check_scales(cls, scales: Tensor) -> Tensor:
+        """Scales as BF16. FP16 and FP32 are rounded to nearest once; what is not finite afterwards is refused."""
+        if scales.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise FormatError(f"scales are {scales.dtype}; give bfloat16, or float16 / float32, which are rounded to bfloat16 once")
+        rounded = scales.to(torch.bfloat16)
+        if not bool(torch.isfinite(rounded).all()):
+            raise FormatError("scales hold values that are not finite as bfloat16 (inf, NaN or beyond 3.39e38); repair the checkpoint")
+        return rounded

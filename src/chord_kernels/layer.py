@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One MoE layer: route -> gate/up + SwiGLU -> down -> weighted sum."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import ops
+from .errors import FormatError, UnsupportedError
+from .plan import block_rows_for, buckets
+from .progress import progress
+from .rows import IndexedRows, align_indexed
+from .weights import PackedWeight
+
+
+@dataclass(frozen=True, eq=False)
+class MoELayer:
+    """Packed experts of one layer.
+
+    gate_up: [E, 2I, H], packed with gate_up=True (gate rows first). down: [E, H, I]. activation: "silu" only.
+    expert_map: int tensor [global experts], a global id's local expert or -1; None where ids are local already.
+    """
+
+    gate_up: PackedWeight
+    down: PackedWeight
+    expert_map: Tensor | None = None
+    activation: str = "silu"
+
+    def __post_init__(self) -> None:
+        if self.activation != "silu":
+            raise UnsupportedError(f"activation {self.activation!r} is not computed; only 'silu' (SwiGLU without clamp or alpha) is")
+        if not self.gate_up.paired or self.down.paired:
+            raise FormatError("gate_up must be packed with gate_up=True and down without it")
+        gate_up, down = self.gate_up, self.down
+        if (down.experts, down.n, 2 * down.k) != (gate_up.experts, gate_up.k, gate_up.n):
+            raise FormatError(
+                f"gate_up is [{gate_up.experts}, {gate_up.n}, {gate_up.k}], down is [{down.experts}, {down.n}, {down.k}]; "
+                "for gate_up [E, 2I, H] down is [E, H, I]"
+            )
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        path: str | os.PathLike,
+        layer: int,
+        *,
+        tp: tuple[int, int] = (0, 1),
+        ep: tuple[int, int] = (0, 1),
+        device: torch.device | str = "cuda",
+    ) -> MoELayer:
+        """Load one layer of a compressed-tensors INT4 checkpoint. tp, ep: (rank, size). Under EP, ids stay global."""
+        from .checkpoint import Checkpoint
+
+        checkpoint = Checkpoint(path)
+        gate_up, down = checkpoint.load(layer, tp=tp, ep=ep, device=device)
+        if ep[1] == 1:
+            return cls(gate_up, down)
+        expert_map = torch.full((checkpoint.experts(layer),), -1, dtype=torch.int32)
+        first = ep[0] * gate_up.experts
+        expert_map[first : first + gate_up.experts] = torch.arange(gate_up.experts, dtype=torch.int32)
+        return cls(gate_up, down, expert_map.to(device))
+
+    @property
+    def hidden(self) -> int:
+        return self.gate_up.k
+
+    @property
+    def intermediate(self) -> int:
+        return self.down.k
+
+    def __call__(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """sum over slots of topk_weights[t, s] * down(silu(gate(x[t])) * up(x[t])) with the experts topk_ids[t, s].
+
+        x: BF16 [M, H]. topk_ids: int32, int64 or uint32 [M, top_k]; ids that are negative, too large or remote add exactly 0.
+        topk_weights: float32, bfloat16 or float16 [M, top_k], used in FP32. out: BF16 [M, H]. The SwiGLU output and each
+        expert's output are rounded to BF16 once; the sum over slots is FP32. Nothing is read back to the host.
+        """
+        if x.ndim != 2 or x.shape[1] != self.hidden:
+            raise FormatError(f"x is {list(x.shape)}; give [M, {self.hidden}]")
+        if topk_ids.ndim != 2 or topk_ids.shape != topk_weights.shape or topk_ids.shape[0] != x.shape[0]:
+            raise FormatError(
+                f"topk_ids is {list(topk_ids.shape)}, topk_weights {list(topk_weights.shape)}; both are [M, top_k] with M = {x.shape[0]}"
+            )
+        if topk_weights.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise FormatError(f"topk_weights is {topk_weights.dtype}; give float32 (or bfloat16, float16)")
+        if out is not None and (out.shape != x.shape or out.dtype != x.dtype):
+            raise FormatError(f"out is {out.dtype} {list(out.shape)}; give {x.dtype} {list(x.shape)}")
+        tokens, top_k = topk_ids.shape
+        if tokens == 0 or top_k == 0:
+            return out.zero_() if out is not None else torch.zeros_like(x)
+        block_rows = block_rows_for(tokens * top_k / self.gate_up.experts)
+        routing = align_indexed(topk_ids, self.gate_up.experts, block_rows, self.expert_map)
+        hidden = ops.indexed(x.contiguous(), self.gate_up, routing, epilogue="swiglu")
+        # Dropped ids leave their rows unwritten: zeros there, so that they add 0 whatever the memory held.
+        values = x.new_zeros((tokens * top_k, self.hidden))
+        by_row = IndexedRows(routing.sorted_ids, routing.expert_ids, routing.num_tokens_padded, top_k=1, block_rows=block_rows)
+        ops.indexed(hidden, self.down, by_row, out=values, dependent_launch=True)
+        weights = torch.where(self._local(topk_ids), topk_weights.to(torch.float32), 0.0)
+        return _weighted_sum(values.view(tokens, top_k, -1), weights, out)
+
+    def _local(self, topk_ids: Tensor) -> Tensor:
+        ids = topk_ids.to(torch.int64)
+        if self.expert_map is None:
+            return (ids >= 0) & (ids < self.gate_up.experts)
+        known = (ids >= 0) & (ids < self.expert_map.numel())
+        return known & (self.expert_map[ids.clamp(0, self.expert_map.numel() - 1)] >= 0)
+
+    def warmup(self) -> int:
+        """Compile and load every kernel that any batch can need on the weights' device; returns how many."""
+        device = self.gate_up.device
+        if device.type != "cuda":
+            return 0
+        from .jit.compiler import build_all
+        from .jit.launch import load
+
+        arch, sm_count = ops.device_arch(device.index)
+        plans = buckets(
+            arch=arch,
+            experts=self.gate_up.experts,
+            hidden=self.hidden,
+            intermediate=self.intermediate,
+            contracts=("indexed",),
+            sm_count=sm_count,
+        )
+        with progress("compiling kernels", len(plans)) as step:
+            build_all(plans, done=lambda _: step())
+        for plan in plans:
+            load(plan, device.index)
+        return len(plans)
+
+
+def _weighted_sum(values: Tensor, weights: Tensor, out: Tensor | None) -> Tensor:
+    """FP32 sum over dim 1 of values BF16 [M, top_k, H] * weights FP32 [M, top_k], one slot at a time to bound the scratch."""
+    total = values[:, 0] * weights[:, :1]
+    for slot in range(1, values.shape[1]):
+        total.add_(values[:, slot] * weights[:, slot : slot + 1])
+    return total.to(values.dtype) if out is None else out.copy_(total)

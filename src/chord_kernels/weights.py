@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packed expert weights: one layout for every row contract and phase."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .errors import FormatError
+from .formats import W4A16
+
+_FORMAT_NAME = "chord-w4a16"
+
+
+@dataclass(frozen=True, eq=False)
+class PackedWeight:
+    """An INT4 expert weight [E, N, K], packed.
+
+    data: uint8 [E, N/64, K/64, 2304], contiguous (see `formats`). `paired`: rows were [gate | up] and are interleaved, so
+    that SwiGLU can be fused; outputs still come as [gate | up].
+    """
+
+    data: Tensor
+    paired: bool = False
+
+    def __post_init__(self) -> None:
+        if self.data.dtype != torch.uint8 or self.data.ndim != 4 or self.data.shape[-1] != W4A16.tile_bytes:
+            raise FormatError(
+                f"a packed weight is uint8 [E, N/64, K/64, {W4A16.tile_bytes}], got {self.data.dtype} {list(self.data.shape)}; "
+                "make one with pack_w4a16"
+            )
+        if not self.data.is_contiguous():
+            raise FormatError(f"a packed weight is contiguous, got strides {self.data.stride()}; call .contiguous() on its data")
+
+    @property
+    def experts(self) -> int:
+        return self.data.shape[0]
+
+    @property
+    def n(self) -> int:
+        """Output rows N; gate and up rows counted both."""
+        return self.data.shape[1] * W4A16.tile_rows
+
+    @property
+    def k(self) -> int:
+        return self.data.shape[2] * W4A16.tile_k
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.numel()
+
+    def to(self, device: torch.device | str) -> PackedWeight:
+        return PackedWeight(self.data.to(device), self.paired)
+
+    def unpack_expert(self, expert: int) -> tuple[Tensor, Tensor]:
+        """codes uint8 [N, K], scales BF16 [N, K/32] of one expert, in the row order they had before packing."""
+        return W4A16.unpack_expert(self.data[expert], paired=self.paired)
+
+    def unpack(self) -> tuple[Tensor, Tensor]:
+        """codes uint8 [E, N, K] and scales BF16 [E, N, K/32]: the exact inverse of `pack_w4a16`."""
+        codes, scales = zip(*(self.unpack_expert(e) for e in range(self.experts)), strict=True)
+        return torch.stack(codes), torch.stack(scales)
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write a safetensors file. It appears whole or not at all."""
+        from safetensors.torch import save_file
+
+        path = Path(path)
+        metadata = {"format": _FORMAT_NAME, "layout_version": str(W4A16.layout_version), "paired": str(int(self.paired))}
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        os.close(handle)
+        try:
+            save_file({"data": self.data.cpu()}, temporary, metadata=metadata)
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+
+    @classmethod
+    def load(cls, path: str | os.PathLike, device: torch.device | str = "cpu") -> PackedWeight:
+        """Map a file that `save` wrote. Another layout version is refused: pack the checkpoint again."""
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(path, framework="pt", device=str(device)) as file:
+                metadata = file.metadata() or {}
+                if metadata.get("format") != _FORMAT_NAME:
+                    raise FormatError(f"{path} is not a packed weight (format {metadata.get('format')!r}, wanted {_FORMAT_NAME!r})")
+                version = metadata.get("layout_version")
+                if version != str(W4A16.layout_version):
+                    raise FormatError(
+                        f"{path} has layout version {version}, this release reads {W4A16.layout_version}; pack the checkpoint again"
+                    )
+                return cls(file.get_tensor("data"), metadata.get("paired") == "1")
+        except SafetensorError as error:
+            raise FormatError(f"{path} is not a readable safetensors file: {error}") from error
+
+
+def empty_w4a16(experts: int, n: int, k: int, *, paired: bool = False, device: torch.device | str = "cpu") -> PackedWeight:
+    """An uninitialised weight to be filled expert by expert with `pack_expert_into`."""
+    if reason := W4A16.why_not(n, k, paired=paired):
+        raise FormatError(f"cannot pack a weight of N = {n}, K = {k}: {reason}")
+    return PackedWeight(torch.empty(W4A16.packed_shape(experts, n, k), dtype=torch.uint8, device=device), paired)
+
+
+def pack_expert_into(weight: PackedWeight, expert: int, codes: Tensor, scales: Tensor) -> None:
+    """Fill expert `expert` of `weight`. codes: uint8 [N, K] or int32 words [N, K/8]; scales: [N, K/32]; any device."""
+    n, k = weight.n, weight.k
+    wanted = (n, k) if codes.dtype == torch.uint8 else (n, k // 8)
+    if codes.dtype not in (torch.uint8, torch.int32) or tuple(codes.shape) != wanted:
+        raise FormatError(
+            f"codes are {codes.dtype} {list(codes.shape)}; give uint8 codes [{n}, {k}] or int32 checkpoint words [{n}, {k // 8}]"
+        )
+    if tuple(scales.shape) != (n, k // W4A16.group):
+        raise FormatError(
+            f"scales are {list(scales.shape)}, codes are [{n}, {k}]: with group size {W4A16.group} the scales must be "
+            f"[{n}, {k // W4A16.group}]; a K-sharded weight needs its scales cut along K too"
+        )
+    device = weight.device
+    W4A16.pack_expert(weight.data[expert], codes.to(device), W4A16.check_scales(scales.to(device)), paired=weight.paired)
+
+
+def pack_w4a16(codes: Tensor, scales: Tensor, *, gate_up: bool = False) -> PackedWeight:
+    """Pack INT4 expert weights; once, for every row contract and phase.
+
+    codes: uint8 [E, N, K] with values 0..15, or checkpoint words int32 [E, N, K/8] (nibble j of a word is k = 8 * word + j).
+    A weight is (code - 8) * scale. scales: [E, N, K/32], BF16; FP16 and FP32 are rounded to BF16 once. N % 64 == 0 and
+    K % 64 == 0. gate_up: rows are [gate | up] (gate first) and are interleaved so that SwiGLU can be fused. The result is
+    on the codes' device; memory peaks at input + output + one expert. Raises FormatError.
+
+    >>> import torch, chord_kernels as chord
+    >>> codes = torch.randint(0, 16, (2, 128, 64), dtype=torch.uint8)
+    >>> weight = chord.pack_w4a16(codes, torch.ones(2, 128, 2, dtype=torch.bfloat16))
+    >>> weight.n, weight.k, torch.equal(weight.unpack()[0], codes)
+    (128, 64, True)
+    """
+    if codes.ndim != 3 or scales.ndim != 3 or codes.shape[:2] != scales.shape[:2]:
+        raise FormatError(f"codes {list(codes.shape)} and scales {list(scales.shape)} must be [E, N, ...] with the same E and N")
+    if codes.dtype not in (torch.uint8, torch.int32):
+        raise FormatError(f"codes are {codes.dtype}; give uint8 codes [E, N, K] or int32 checkpoint words [E, N, K/8]")
+    experts, n = codes.shape[:2]
+    k = codes.shape[2] * (1 if codes.dtype == torch.uint8 else 8)
+    if codes.dtype == torch.uint8 and codes.numel() and int(codes.max()) > 15:
+        raise FormatError(f"codes reach {int(codes.max())}; INT4 codes are 0..15 (value = code - 8). Are these packed bytes?")
+    weight = empty_w4a16(experts, n, k, paired=gate_up, device=codes.device)
+    for expert in range(experts):
+        pack_expert_into(weight, expert, codes[expert], scales[expert])
+    return weight
+
+
+def pack_w4a16_grouped(codes: Tensor, scales: Tensor, *, mode: str = "contiguous", gate_up: bool = False) -> PackedWeight:
+    """The published spelling. mode "contiguous" or "masked": both give the one layout that serves either."""
+    if mode not in ("contiguous", "masked"):
+        raise FormatError(f"mode {mode!r} is not known; give 'contiguous' or 'masked' (both return the same layout)")
+    return pack_w4a16(codes, scales, gate_up=gate_up)
