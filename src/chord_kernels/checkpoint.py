@@ -285,7 +285,9 @@ def _check_config(config: dict[str, Any], module: str) -> None:
         if weights.get(field) != wanted:
             raise CheckpointError(f"{where}.weights.{field} is {weights.get(field)!r}; supported: {wanted!r}")
     if weights.get("actorder") not in _ACTORDER:
-        raise CheckpointError(f"{where}.weights.actorder is {weights['actorder']!r}, which shuffles columns; supported: null, static, weight")
+        raise CheckpointError(
+            f"{where}.weights.actorder is {weights['actorder']!r}, which shuffles columns; supported: null, static, weight"
+        )
     if weights.get("dynamic"):
         raise CheckpointError(f"{where}.weights.dynamic is {weights['dynamic']!r}; weights are quantized ahead of time here")
 

@@ -83,9 +83,7 @@ def contiguous(
         raise FormatError(f"m_indices has {routing.m_indices.numel()} entries for x with {x.shape[0]} rows; it names every row's expert")
     x, out = _prepare(x, weight, routing, x.shape[0], epilogue, out, validate)
     if out.shape[0]:
-        _ops.w4a16_contiguous(
-            x, weight.data, weight.paired, epilogue, dequant, dependent_launch, routing.m_indices, routing.alignment, out
-        )
+        _ops.w4a16_contiguous(x, weight.data, weight.paired, epilogue, dequant, dependent_launch, routing.m_indices, routing.alignment, out)
     return out
 
 
@@ -114,9 +112,7 @@ def masked(
         raise FormatError(f"x has {x.shape[0]} rows, not a multiple of {weight.experts} experts; give [E * max_m, K]")
     x, out = _prepare(x, weight, routing, x.shape[0], epilogue, out, validate)
     if out.shape[0]:
-        _ops.w4a16_masked(
-            x, weight.data, weight.paired, epilogue, dequant, dependent_launch, routing.masked_m, routing.expected_m, out
-        )
+        _ops.w4a16_masked(x, weight.data, weight.paired, epilogue, dequant, dependent_launch, routing.masked_m, routing.expected_m, out)
     return out
 
 
@@ -242,20 +238,18 @@ def _masked_cuda(
 
 
 def _reference(x: Tensor, weight: Tensor, paired: bool, epilogue: str, dequant: str, routing: RowContract, out: Tensor) -> None:
-    reference.grouped(
-        x, PackedWeight(weight, paired), routing, out, epilogue=epilogue, dequant="exact" if dequant == "auto" else dequant
-    )
+    reference.grouped(x, PackedWeight(weight, paired), routing, out, epilogue=epilogue, dequant="exact" if dequant == "auto" else dequant)
 
 
-def _indexed_cpu(x, weight, paired, epilogue, dequant, dependent, sorted_ids, expert_ids, padded, top_k, block_rows, out):  # noqa: ANN001, ANN202
+def _indexed_cpu(x, weight, paired, epilogue, dequant, dependent, sorted_ids, expert_ids, padded, top_k, block_rows, out):
     _reference(x, weight, paired, epilogue, dequant, IndexedRows(sorted_ids, expert_ids, padded, top_k, block_rows), out)
 
 
-def _contiguous_cpu(x, weight, paired, epilogue, dequant, dependent, m_indices, alignment, out):  # noqa: ANN001, ANN202
+def _contiguous_cpu(x, weight, paired, epilogue, dequant, dependent, m_indices, alignment, out):
     _reference(x, weight, paired, epilogue, dequant, ContiguousRows(m_indices, alignment), out)
 
 
-def _masked_cpu(x, weight, paired, epilogue, dequant, dependent, masked_m, expected_m, out):  # noqa: ANN001, ANN202
+def _masked_cpu(x, weight, paired, epilogue, dequant, dependent, masked_m, expected_m, out):
     _reference(x, weight, paired, epilogue, dequant, MaskedRows(masked_m, expected_m), out)
 
 

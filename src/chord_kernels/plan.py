@@ -223,16 +223,19 @@ def make_plan(problem: Problem, pins: Mapping[str, int] | None = None) -> Plan:
 
 def explain(problem: Problem, plan: Plan) -> list[str]:
     """Why this plan, a sentence each."""
-    lines = [
+    return [
         f"{problem.rows_per_expert:.1f} rows an expert on average: blocks of {plan.block_rows} token rows; the tensor cores run at "
         f"the next multiple of {plan.width_step} of a block's valid rows",
         f"{plan.numerics} numerics: "
-        + ("no weight is rounded, each 32-group is scaled in FP32" if plan.numerics == "exact" else "weights are RN_bf16((code - 8) * scale)"),
+        + (
+            "no weight is rounded, each 32-group is scaled in FP32"
+            if plan.numerics == "exact"
+            else "weights are RN_bf16((code - 8) * scale)"
+        ),
         f"{plan.panel_tiles * TILE_ROWS} weight rows a tile by {plan.consumer_groups} consumer warpgroups; "
         f"{tiles(problem, plan)} tiles at most on {problem.sm_count} SMs",
         f"{plan.stages} stages of {plan.k_tiles * TILE_K} k = {plan.smem_bytes} of {SMEM_LIMIT} bytes of shared memory",
     ]
-    return lines
 
 
 def tiles(problem: Problem, plan: Plan) -> int:

@@ -187,9 +187,7 @@ def align_contiguous(
     return ContiguousRows(m_indices[:capacity], alignment), row_ids[:capacity]
 
 
-def align_masked(
-    topk_ids: Tensor, num_experts: int, max_m: int, expert_map: Tensor | None = None
-) -> tuple[MaskedRows, Tensor]:
+def align_masked(topk_ids: Tensor, num_experts: int, max_m: int, expert_map: Tensor | None = None) -> tuple[MaskedRows, Tensor]:
     """Lay out every expert's routed ids in max_m rows; ids beyond max_m of an expert are dropped.
 
     Returns the contract and row_ids int32 [E * max_m]: the id of each row, -1 for none.

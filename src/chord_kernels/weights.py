@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from .errors import FormatError
+from .files import replacing
 from .formats import W4A16
 
 _FORMAT_NAME = "chord-w4a16"
@@ -74,16 +73,9 @@ class PackedWeight:
         """Write a safetensors file. It appears whole or not at all."""
         from safetensors.torch import save_file
 
-        path = Path(path)
         metadata = {"format": _FORMAT_NAME, "layout_version": str(W4A16.layout_version), "paired": str(int(self.paired))}
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        os.close(handle)
-        try:
+        with replacing(path) as temporary:
             save_file({"data": self.data.cpu()}, temporary, metadata=metadata)
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
 
     @classmethod
     def load(cls, path: str | os.PathLike, device: torch.device | str = "cpu") -> PackedWeight:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -100,15 +100,23 @@ def all_cases() -> list[Case]:
 
 
 @lru_cache(maxsize=1)
-def _peers() -> dict[tuple[str, str, int], dict]:
-    data = json.loads((Path(__file__).parent / "peers-h200.json").read_text())
-    return {(row["section"], row["stage"], row["point"]): row for row in data["cases"]}
+def _peers() -> dict:
+    return json.loads((Path(__file__).parent / "peers-h200.json").read_text())
 
 
 def recorded_peer_us(case: Case) -> float | None:
     """The best recorded peer on an H200; None where none was recorded."""
-    row = _peers().get((case.section, case.stage, case.point), {})
-    return min((row[name] for name in ("humming_us", "chord_us") if row.get(name)), default=None)
+    key = (case.section, case.stage, case.point)
+    rows = [row for row in _peers()["cases"] if (row["section"], row["stage"], row["point"]) == key]
+    return min((row[name] for row in rows for name in ("humming_us", "chord_us") if row.get(name)), default=None)
+
+
+def recorded_small_batch(case: str, tokens: int) -> dict[str, float]:
+    """Floor and the recorded peer of a small-batch case, as result-row fields; empty where none was recorded."""
+    for row in _peers()["small_batch_graph"]["rows"]:
+        if (row["case"], row["tokens"]) == (case, tokens):
+            return {"floor_us": row["floor_us"], "recorded_peer_us": row["humming_us"]}
+    return {}
 
 
 # ---- inputs -----------------------------------------------------------------------------------------------------------------
@@ -125,9 +133,9 @@ def random_weight(experts: int, n: int, k: int, *, paired: bool, device: str = "
     return weight
 
 
-def random_topk_ids(tokens: int, experts: int, top_k: int = TOP_K, *, device: str = "cuda") -> Tensor:
+def random_topk_ids(tokens: int, experts: int, top_k: int = TOP_K, *, device: str = "cuda", seed: int | None = None) -> Tensor:
     """Router ids as the peers draw them: seed M, normal scores, top-k."""
-    generator = torch.Generator(device).manual_seed(tokens)
+    generator = torch.Generator(device).manual_seed(tokens if seed is None else seed)
     return torch.randn((tokens, experts), device=device, generator=generator).topk(top_k, dim=1).indices.to(torch.int32)
 
 
@@ -203,6 +211,3 @@ def weights_for(cases: list[Case]) -> Iterator[tuple[PackedWeight, list[Case]]]:
         weight = random_weight(experts, n, k, paired=paired)
         yield weight, members
         del weight
-
-
-Progress = Callable[[str], None]

@@ -12,7 +12,6 @@ import hashlib
 import io
 import os
 import re
-import tempfile
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from .. import settings
 from ..errors import CompileError
+from ..files import TEMPORARY_PREFIX, replacing
 from ..plan import Plan
 from .source import CUDA_ROOT, reachable_headers, translation_unit
 
@@ -120,14 +120,8 @@ def _read(path: Path) -> bytes | None:
 
 
 def _publish(path: Path, code: bytes) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".building-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(hashlib.sha256(code).digest() + code)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with replacing(path) as temporary:
+        temporary.write_bytes(hashlib.sha256(code).digest() + code)
 
 
 def cubin(plan: Plan) -> bytes:
@@ -160,7 +154,7 @@ def build_all(plans: Iterable[Plan], *, workers: int | None = None, done: Callab
 def cache_entries() -> list[Path]:
     """Compiled kernels, and leftovers of builds that were killed."""
     folder = settings.cache_dir()
-    return sorted([*folder.glob("*.cubin"), *folder.glob(".building-*")])
+    return sorted([*folder.glob("*.cubin"), *folder.glob(f"{TEMPORARY_PREFIX}*")])
 
 
 def clear_cache() -> int:

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One whole MoE layer, checked against FP64 and timed: what `chord run` does."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..checkpoint import Checkpoint
+from ..errors import CheckError, FormatError
+from ..layer import MoELayer
+from . import timing
+from .suites import READ_GBS, TENSOR_TFLOPS, TOP_K, random_weight
+
+TOKENS = {"decode": (1, 8, 20, 64), "prefill": (512, 2048)}
+CHECKED_TOKENS = 16
+# Against FP64 with unrounded weights, the SwiGLU output rounded to BF16 once: two BF16 roundings, and the weights' own under
+# bf16 numerics in both products.
+ERROR_LIMIT = 5e-3
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    tokens: int
+    us: float
+    error: float
+    bytes_moved: float
+    flops: float
+    on_gpu: bool
+
+    @property
+    def floor_us(self) -> float:
+        return max(self.bytes_moved / READ_GBS / 1e3, self.flops / TENSOR_TFLOPS / 1e6)
+
+
+def pick_device(name: str) -> str:
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0) else "cpu"
+    if name not in ("cuda", "cpu"):
+        raise FormatError(f"device {name!r} is not known; give auto, cuda or cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise FormatError("torch sees no CUDA GPU; use --device cpu")
+    return name
+
+
+def from_checkpoint(path: Path, layer: int | None, device: str) -> tuple[str, MoELayer, int]:
+    checkpoint = Checkpoint(path)
+    layer = checkpoint.layers[0] if layer is None else layer
+    moe = MoELayer(*checkpoint.load(layer, device=device))
+    top_k = min(int(checkpoint.config.get("num_experts_per_tok", TOP_K)), moe.gate_up.experts)
+    return f"{path.name}, layer {layer}", moe, top_k
+
+
+def from_shape(name: str, shape: tuple[int, int, int], device: str) -> tuple[str, MoELayer, int]:
+    experts, hidden, inter = shape
+    gate_up = random_weight(experts, 2 * inter, hidden, paired=True, device=device)
+    down = random_weight(experts, hidden, inter, paired=False, device=device, seed=1)
+    return name, MoELayer(gate_up, down), TOP_K
+
+
+def run(moe: MoELayer, top_k: int, token_counts: Iterable[int]) -> Iterator[LayerRow]:
+    """Uniform routing, fresh inputs; every row's output is checked before its time is given."""
+    device = moe.gate_up.device
+    moe.warmup()
+    for tokens in token_counts:
+        generator = torch.Generator(device).manual_seed(tokens)
+        x = torch.randn((tokens, moe.hidden), device=device, generator=generator).to(torch.bfloat16)
+        scores = torch.randn((tokens, moe.gate_up.experts), device=device, generator=generator)
+        values, ids = scores.topk(top_k, dim=1)
+        weights = torch.softmax(values, dim=1)
+        out = torch.full_like(x, float("nan"))
+
+        def call(x=x, ids=ids, weights=weights, out=out) -> Tensor:
+            return moe(x, ids, weights, out=out)
+
+        def check(x=x, ids=ids, weights=weights, out=out) -> float:
+            return sampled_error(moe, x, ids, weights, out)
+
+        if device.type == "cuda":
+            measured = timing.cold(call, check, limit=ERROR_LIMIT, samples=20)
+            us, error = measured.us, measured.error
+        else:
+            us, error = _on_cpu(call, check)
+        yield LayerRow(tokens, us, error, *_work(moe, ids), device.type == "cuda")
+
+
+def _on_cpu(call, check) -> tuple[float, float]:
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    if not (error := check()) <= ERROR_LIMIT:
+        raise CheckError(f"the output is {error:.3e} from FP64, relative; the limit is {ERROR_LIMIT:.1e}")
+    return statistics.median(times) * 1e6, error
+
+
+def sampled_error(moe: MoELayer, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> float:
+    """Relative error of some tokens, first to last, against FP64 with unrounded weights and BF16 SwiGLU outputs."""
+    picked = torch.linspace(0, x.shape[0] - 1, min(CHECKED_TOKENS, x.shape[0]), device=x.device).long().unique()
+    truth = reference.layer(
+        x[picked], moe.gate_up, moe.down, ids[picked], weights[picked], dequant="exact", dtype=torch.float64, round_hidden=True
+    )
+    return reference.relative_error(out[picked], truth)
+
+
+def _work(moe: MoELayer, ids: Tensor) -> tuple[float, float]:
+    """Bytes that a layer must move (each distinct expert once, x and out once) and floating-point operations."""
+    distinct = int(ids.unique().numel())
+    weights = sum(one.nbytes / one.experts for one in (moe.gate_up, moe.down)) * distinct
+    flops = sum(2.0 * ids.numel() * one.n * one.k for one in (moe.gate_up, moe.down))
+    return weights + 4.0 * ids.shape[0] * moe.hidden, flops
+
+
+def table(title: str, rows: Iterable[LayerRow]) -> Any:
+    from rich.table import Table
+
+    shown = Table(title=f"INT4 MoE layer: {title}")
+    for column in ("tokens", "us", "GB/s", "TFLOP/s", "x floor", "error to FP64"):
+        shown.add_column(column, justify="right")
+    where = "CPU reference"
+    for row in rows:
+        where = "CUDA kernels" if row.on_gpu else where
+        ratio = f"{row.us / row.floor_us:.2f}" if row.on_gpu else "-"
+        shown.add_row(
+            str(row.tokens),
+            f"{row.us:.1f}",
+            f"{row.bytes_moved / row.us / 1e3:.1f}",
+            f"{row.flops / row.us / 1e6:.2f}",
+            ratio,
+            f"{row.error:.2e}",
+        )
+    shown.caption = f"{where}; alignment, gate/up, SwiGLU, down and the weighted sum; floor: H200 memory and tensor ceilings"
+    return shown
