@@ -135,7 +135,7 @@ def _prepare(
         out = x.new_empty(shape)
     elif tuple(out.shape) != shape or out.dtype != torch.bfloat16 or not out.is_contiguous():
         raise FormatError(f"out is {out.dtype} {list(out.shape)}, strides {out.stride()}; give contiguous bfloat16 {list(shape)}")
-    tensors = (weight.data, out, *(value for value in vars(routing).values() if isinstance(value, Tensor)))
+    tensors = (weight.data, out, *routing.tensors)
     if any(tensor.device != x.device for tensor in tensors):
         raise FormatError(f"x is on {x.device}, other tensors on {sorted({str(t.device) for t in tensors})}; put all on one device")
     if validate:

@@ -64,6 +64,10 @@ class IndexedRows:
             raise FormatError(f"block_rows = {self.block_rows}; give the block size that sorted_ids was aligned to")
 
     @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.sorted_ids, self.expert_ids, self.num_tokens_padded
+
+    @property
     def max_blocks(self) -> int:
         """Blocks that the buffers can describe."""
         return min(self.sorted_ids.numel() // self.block_rows, self.expert_ids.numel())
@@ -82,6 +86,10 @@ class ContiguousRows:
         if self.alignment < 1:
             raise FormatError(f"alignment = {self.alignment}; give the multiple at which every expert's rows begin")
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.m_indices,)
+
 
 @dataclass(frozen=True, eq=False)
 class MaskedRows:
@@ -99,6 +107,10 @@ class MaskedRows:
         _need_int32("masked_m", self.masked_m, 1)
         if self.expected_m < 0:
             raise FormatError(f"expected_m = {self.expected_m}; give the average rows an expert, a whole number from 0")
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.masked_m,)
 
 
 RowContract = IndexedRows | ContiguousRows | MaskedRows
