@@ -170,7 +170,7 @@ def why_not(problem: Problem) -> str | None:
 
 def block_rows_for(rows_per_expert: float) -> int:
     """Token rows a block, from the average rows an expert: wide enough that few experts need a second block."""
-    for block, average in ((8, 3.5), (32, 22.0), (64, 30.0)):
+    for block, average in ((8, 3.5), (32, 22.0), (64, 64.0)):
         if rows_per_expert <= average:
             return block
     return 128

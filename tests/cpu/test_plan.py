@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans: legal for every shape that a user can bring, or refused with a reason."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from chord_kernels.errors import UnsupportedError
+from chord_kernels.plan import (
+    BLOCK_ROWS,
+    SHIPPED_SHAPES,
+    SMEM_LIMIT,
+    Problem,
+    block_rows_for,
+    buckets,
+    explain,
+    make_plan,
+    shipped,
+    why_not,
+)
+
+ROWS = (0, 1, 7, 48, 160, 400, 1024, 5000, 131_072)
+
+
+def problem(**changes: object) -> Problem:
+    base = {
+        "arch": "sm_90a",
+        "sm_count": 132,
+        "contract": "indexed",
+        "epilogue": "store",
+        "paired": False,
+        "experts": 48,
+        "n": 4096,
+        "k": 7168,
+        "rows": 160,
+    }
+    return Problem(**(base | changes))
+
+
+@pytest.mark.parametrize("contract", ["indexed", "contiguous", "masked"])
+@pytest.mark.parametrize("experts", [1, 8, 48, 384, 896])
+def test_every_legal_problem_has_a_legal_plan(contract: str, experts: int) -> None:
+    """HAZARDS 14, 25: SM count, batch, model shape, TP and EP."""
+    shapes = itertools.product((64, 192, 512, 4096, 7168), (64, 192, 256, 448, 2048, 7168), ROWS, (66, 114, 132), ("auto", "bf16", "exact"))
+    for n, k, rows, sm_count, numerics in shapes:
+        for paired, epilogue in ((False, "store"), (True, "store"), (True, "swiglu")):
+            asked = problem(
+                contract=contract,
+                experts=experts,
+                n=n,
+                k=k,
+                rows=rows,
+                sm_count=sm_count,
+                numerics=numerics,
+                paired=paired,
+                epilogue=epilogue,
+            )
+            assert why_not(asked) is None
+            plan = make_plan(asked)
+            assert plan.why_illegal() is None
+            assert plan.smem_bytes <= SMEM_LIMIT
+            assert k // 64 % plan.k_tiles == 0
+            assert plan.block_rows % plan.width_step == 0
+            assert plan.threads * 168 <= 65536
+            assert (
+                plan.consumer_registers * 128 * plan.consumer_groups + plan.producer_registers * 128
+                <= 65536 // plan.threads // 8 * 8 * plan.threads
+            )
+            if numerics != "auto":
+                assert plan.numerics == numerics
+
+
+def test_warm_up_covers_every_batch() -> None:
+    for experts, hidden, inter in SHIPPED_SHAPES.values():
+        built = {plan.name for plan in buckets(arch="sm_90a", experts=experts, hidden=hidden, intermediate=inter)}
+        for contract, rows in itertools.product(("indexed", "contiguous", "masked"), range(0, 200 * experts, 7)):
+            for epilogue, paired, n, k in (
+                ("swiglu", True, 2 * inter, hidden),
+                ("store", True, 2 * inter, hidden),
+                ("store", False, hidden, inter),
+            ):
+                plan = make_plan(problem(contract=contract, epilogue=epilogue, paired=paired, experts=experts, n=n, k=k, rows=rows))
+                assert plan.name in built
+
+
+def test_names_are_unique() -> None:
+    plans = shipped("sm_90a")
+    assert len({plan.name for plan in plans}) == len(set(plans)) == len(plans)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"arch": "sm_80"}, "architecture sm_80 has no kernel"),
+        ({"arch": "sm_75"}, "sm_75"),
+        ({"arch": "sm_120a"}, "sm_120a"),
+        ({"arch": "sm_90"}, "sm_90 has no kernel"),
+        ({"contract": "ragged"}, "'ragged'"),
+        ({"epilogue": "gelu"}, "'gelu' is not computed"),
+        ({"epilogue": "swiglu"}, "gate_up=True"),
+        ({"numerics": "fp8"}, "'fp8'"),
+        ({"n": 96}, "N = 96"),
+        ({"k": 96}, "K = 96"),
+        ({"k": 672}, "K = 672"),
+        ({"experts": 0}, "0 experts"),
+        ({"rows": 2**31}, "32 bits"),
+        ({"block_rows": 48}, "blocks of 48 rows"),
+        ({"block_rows": 64, "numerics": "exact"}, "exact numerics with blocks of 64"),
+        ({"contract": "contiguous", "alignment": 100}, "alignment of 100"),
+        ({"contract": "contiguous", "alignment": 16, "block_rows": 32}, "alignment of 16 with blocks of 32"),
+    ],
+)
+def test_what_is_not_computed_is_refused_with_its_reason(changes: dict, message: str) -> None:
+    """HAZARDS 24, 26, 29."""
+    with pytest.raises(UnsupportedError, match=message):
+        make_plan(problem(**changes))
+
+
+@pytest.mark.parametrize(
+    ("pins", "field", "value"),
+    [
+        ({"stages": 3}, "stages", 3),
+        ({"stage_k": 128}, "k_tiles", 2),
+        ({"panel_rows": 128}, "row_tiles", 1),
+        ({"block_rows": 64}, "block_rows", 64),
+    ],
+)
+def test_pins_override_the_choice(pins: dict, field: str, value: int) -> None:
+    assert getattr(make_plan(problem(), pins), field) == value
+
+
+def test_pins_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="bytes of shared memory"):
+        make_plan(problem(rows=50_000), {"stages": 8})
+
+
+def test_blocks_widen_with_the_rows() -> None:
+    chosen = [block_rows_for(rows / 10) for rows in range(5000)]
+    assert chosen == sorted(chosen)
+    assert set(chosen) <= set(BLOCK_ROWS)
+
+
+def test_a_contiguous_block_never_crosses_an_alignment() -> None:
+    for alignment in (8, 16, 64, 128, 192, 256):
+        for rows in (48, 48 * 500):
+            plan = make_plan(problem(contract="contiguous", alignment=alignment, rows=rows))
+            assert alignment % plan.block_rows == 0
+
+
+def test_explanations_state_the_numbers() -> None:
+    asked = problem()
+    text = " ".join(explain(asked, make_plan(asked)))
+    assert "3.3 rows an expert" in text
+    assert "132 SMs" in text
