@@ -11,7 +11,7 @@ import typer
 
 from .errors import ChordError, FormatError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Quantized Mixture-of-Experts kernels.")
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Quantized Mixture-of-Experts kernels.")
 cache_app = typer.Typer(no_args_is_help=True, help="The folder of compiled kernels.")
 app.add_typer(cache_app, name="cache")
 

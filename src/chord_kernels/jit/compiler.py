@@ -140,6 +140,7 @@ def is_cached(plan: Plan) -> bool:
 
 def build_all(plans: Iterable[Plan], *, workers: int | None = None, done: Callable[[Plan], None] | None = None) -> None:
     """Compile what the cache lacks, side by side; NVRTC releases the interpreter lock. `done` is called after each."""
+    import cuda.core  # noqa: F401  its first import must not happen in several threads at once
 
     def build(plan: Plan) -> Plan:
         cubin(plan)
