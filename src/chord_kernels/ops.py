@@ -178,7 +178,9 @@ def _problem(
 ) -> Problem:
     arch, sm_count = device_arch(x.device.index)
     n, k = weight.shape[1] * 64, weight.shape[2] * 64
-    return Problem(arch, sm_count, contract, epilogue, paired, weight.shape[0], n, k, routed_rows, numerics=dequant, **fields)
+    return Problem(
+        arch, sm_count, contract, epilogue, paired, weight.shape[0], n, k, routed_rows, numerics=dequant, source_rows=x.shape[0], **fields
+    )
 
 
 def _launch(
@@ -197,7 +199,7 @@ def _launch(
 
     plan = plan_of(problem)
     panels = -(-problem.n // (plan.panel_tiles * 64))
-    grid = min(problem.sm_count, blocks * panels)
+    grid = min(problem.sm_count, blocks * panels * plan.panel_tiles)
     if grid == 0:
         return
     index = x.device.index

@@ -28,6 +28,7 @@ BLOCK_ROWS = (8, 16, 32, 64, 128)
 EXACT_BLOCK_ROWS = 32  # beyond, the second set of accumulators does not fit the registers
 MAX_STAGES = 8
 INT32_MAX = 2**31 - 1
+UINT32_MAX = 2**32 - 1
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Problem:
     block_rows: int | None = None
     alignment: int = 128
     numerics: str = "auto"
+    source_rows: int = 0  # rows of x, where known
 
     @property
     def rows_per_expert(self) -> float:
@@ -159,6 +161,8 @@ def why_not(problem: Problem) -> str | None:
         return f"{p.experts} experts; give at least one"
     if p.rows > INT32_MAX:
         return f"{p.rows} rows; row numbers are 32 bits"
+    if p.source_rows * p.k // 8 >= UINT32_MAX:
+        return f"x of {p.source_rows} x {p.k}; the kernel counts its 16-byte pieces in 32 bits, up to {8 * UINT32_MAX} elements"
     if p.block_rows is not None and p.block_rows not in BLOCK_ROWS:
         return f"blocks of {p.block_rows} rows; align the routing to one of {', '.join(map(str, BLOCK_ROWS))}"
     if p.contract == "contiguous" and p.alignment % (p.block_rows or 8):
@@ -212,7 +216,7 @@ def make_plan(problem: Problem, pins: Mapping[str, int] | None = None) -> Plan:
         consumer_groups=groups,
         k_tiles=k_tiles,
         stages=pins.get("stages", MAX_STAGES),
-        depth=2 if block == 128 else 4,
+        depth=2 if block == 128 else 3,
     )
     while "stages" not in pins and plan.stages > 2 and plan.smem_bytes > SMEM_LIMIT:
         plan = replace(plan, stages=plan.stages - 1)

@@ -17,12 +17,19 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kGroups) : "memory");
 }
 
-// B as K-major rows of 128 bytes in the 128-byte swizzle: 8-row groups are 1024 bytes apart.
-__device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
+// B as K-major rows of 128 bytes in the 128-byte swizzle: 8-row groups are 1024 bytes apart. Only the low word of the
+// descriptor depends on the address, in units of 16 bytes, so that moving along a stage is one 32-bit addition.
+__device__ __forceinline__ uint32_t wgmma_operand_base(uint32_t address) {
+  constexpr uint32_t kUnusedStride = 1u << 16;
+  return kUnusedStride | (address >> 4);
+}
+
+__device__ constexpr uint32_t wgmma_operand_step(uint32_t bytes) { return bytes >> 4; }
+
+__device__ __forceinline__ uint64_t wgmma_operand(uint32_t low) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
   constexpr uint64_t kGroupStride = uint64_t{1024 >> 4} << 32;
-  constexpr uint64_t kUnusedStride = uint64_t{1} << 16;
-  return kSwizzle128 | kGroupStride | kUnusedStride | ((address & 0x3FFFFu) >> 4);
+  return kSwizzle128 | kGroupStride | low;
 }
 
 template <int kWidth>

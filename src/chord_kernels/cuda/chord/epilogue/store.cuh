@@ -72,8 +72,8 @@ __device__ __forceinline__ void store_tile(const Accumulators<Config>& sum, cons
 
 #pragma unroll
   for (int m = 0; m < Config::kRowTiles; ++m) {
-    const int row_tile = tile.panel * Config::kPanelTiles + self.group * Config::kRowTiles + m;
-    if (row_tile >= operands.row_tiles) break;  // a last panel may be partial
+    const int index = m * Config::kConsumerGroups + self.group, row_tile = tile.first_tile + index;
+    if (index >= tile.tiles) break;  // computed from what the stage held before, and not wanted
     named_barrier_sync(1 + self.group, kGroupThreads);  // the rows staged before have been read
 #pragma unroll
     for (int octet = 0; octet < Config::kBlockRows / 8; octet += kOctets) {

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // The tile kernel for sm_90a: out[row, n] = sum over k of x[row, k] * weight[expert(row), n, k].
 //
-// A persistent CTA takes output tiles blockIdx.x, + gridDim.x, ...; a tile is one block of token rows x kPanelTiles * 64
-// weight rows. Three or more warpgroups:
+// A persistent CTA computes pieces of the output (schedule/pieces.cuh); a piece is one block of token rows x up to
+// kPanelTiles * 64 weight rows. Three or more warpgroups:
 //
 //   warpgroup        | for every stage of kKTiles * 64 k                     | once a tile
 //   consumers 0..C-1 | wait full; dequantize A; wgmma; release               | width from TileInfo; stage and store outputs
-//   producer C       | wait empty; bulk copies of weights; gather of tokens  | locate block; write TileInfo
+//   producer C       | wait empty; bulk copies of weights; gather of tokens  | locate its block; write TileInfo
 //
 //   barrier  | count              | arrivals of one phase                                    | waited for by
 //   full[s]  | 128 + 1            | every producer thread when its cp.async have landed;     | consumers, before
@@ -34,7 +34,7 @@ __device__ __forceinline__ void consume(Storage<Config>& storage, const Operands
     const TileInfo tile = ring.tile(at.stage);
     if (tile.rows == 0) return;
     Accumulators<Config> sum;
-    accumulate_rows<Config>(tile.rows, sum, ring, at, k_stages, self);
+    accumulate_tile<Config>(tile, sum, ring, at, k_stages, self);
     store_tile<Config>(sum, tile, storage, operands, rows, self);
   }
 }

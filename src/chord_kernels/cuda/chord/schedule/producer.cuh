@@ -3,6 +3,7 @@
 // tile each; token rows are gathered by cp.async, 16 bytes a thread, straight into wgmma's 128-byte swizzle.
 #pragma once
 #include "chord/arch/copy.cuh"
+#include "chord/schedule/pieces.cuh"
 #include "chord/schedule/rows.cuh"
 #include "chord/tile/ring.cuh"
 
@@ -26,41 +27,45 @@ struct Gather {
   static constexpr int kRowPasses = Config::kBlockRows / kRowSlots;
   static constexpr int kTileStep = kSlots / kRowSlots;  // k-tiles filled side by side
 
-  const uint8_t* source[kRowPasses];
-  uint32_t live = 0;  // bit p: pass p has a row to copy
-  uint32_t row, chunk, first_tile, offset;
+  static constexpr uint32_t kNoRow = 0xFFFFFFFFu;
 
-  __device__ __forceinline__ explicit Gather(int thread)
-      : row(thread / kChunks % kRowSlots), chunk(thread % kChunks), first_tile(thread / kChunks / kRowSlots) {
-    offset = (first_tile * Config::kBlockRows + row) * kTokenBytes + ((chunk ^ (row & 7)) << 4);
+  const uint8_t* base;          // of x, at this thread's chunk of the next stage
+  uint32_t source[kRowPasses];  // offset of each row from there, in 16-byte pieces: half the registers of a pointer
+  uint32_t offset;              // in the stage, of the first pass
+
+  __device__ __forceinline__ static uint32_t row(int thread) { return thread / kChunks % kRowSlots; }
+  __device__ __forceinline__ static uint32_t first_tile(int thread) { return thread / kChunks / kRowSlots; }
+
+  __device__ __forceinline__ explicit Gather(int thread) {
+    const uint32_t swizzled = (thread % kChunks) ^ (row(thread) & 7);
+    offset = (first_tile(thread) * Config::kBlockRows + row(thread)) * kTokenBytes + swizzled * 16;
   }
 
-  __device__ __forceinline__ void aim(const Rows<Config>& rows, const Block& block, const Operands& operands) {
-    const int64_t pitch = int64_t{operands.k_tiles} * kTokenBytes;
-    live = 0;
+  __device__ __forceinline__ void aim(const Rows<Config>& rows, const Block& block, const Operands& operands, int thread) {
+    base = operands.activations + first_tile(thread) * kTokenBytes + thread % kChunks * 16;
 #pragma unroll
     for (int pass = 0; pass < kRowPasses; ++pass) {
-      const int i = row + pass * kRowSlots;
+      const int i = row(thread) + pass * kRowSlots;
       const int from = i < block.rows ? rows.source(block.first_slot + i, block.expert) : -1;
-      source[pass] = operands.activations + from * pitch + first_tile * kTokenBytes + chunk * 16;
-      if (from >= 0) live |= 1u << pass;
+      source[pass] = from < 0 ? kNoRow : static_cast<uint32_t>(from) * static_cast<uint32_t>(operands.k_tiles * kChunks);
     }
   }
 
   // Copies this thread's pieces of the next stage and moves on along K.
-  __device__ __forceinline__ void copy(uint32_t stage) {
+  __device__ __forceinline__ void copy(uint32_t stage, int thread) {
 #pragma unroll
     for (int pass = 0; pass < kRowPasses; ++pass) {
-      if (live >> pass & 1) {
+      if (source[pass] != kNoRow) {
+        const uint8_t* from = base + int64_t{16} * source[pass];
 #pragma unroll
         for (int tile = 0; tile < Config::kKTiles; tile += kTileStep) {
-          if (Config::kKTiles % kTileStep == 0 || tile + first_tile < Config::kKTiles)
+          if (Config::kKTiles % kTileStep == 0 || tile + first_tile(thread) < Config::kKTiles)
             copy_async_16(stage + offset + tile * (Config::kBlockRows * kTokenBytes) + pass * (kRowSlots * kTokenBytes),
-                          source[pass] + tile * kTokenBytes);
+                          from + tile * kTokenBytes);
         }
       }
-      source[pass] += Config::kKTiles * kTokenBytes;
     }
+    base += Config::kKTiles * kTokenBytes;
   }
 };
 
@@ -70,35 +75,32 @@ __device__ __forceinline__ void produce(Storage<Config>& storage, const Operands
   RingPosition<Config> at(1);
   Rows<Config> rows(routing);
   Gather<Config> gather(thread);
-  const int panels = (operands.row_tiles + Config::kPanelTiles - 1) / Config::kPanelTiles;
   const int k_stages = operands.k_tiles / Config::kKTiles;
-  const uint32_t panel_pitch = operands.k_tiles * sizeof(WeightTile);
+  const uint32_t tile_row_bytes = operands.k_tiles * sizeof(WeightTile);
   constexpr uint32_t kPieceBytes = Config::kKTiles * sizeof(WeightTile);
 
-  rows.start();
-  // Panels of one block run side by side: they share its tokens in L2, and an expert's blocks share its weights.
-  for (int tile = blockIdx.x;; tile += gridDim.x) {
-    Block block;
-    const int panel = tile % panels;
-    if (!rows.locate(tile / panels, block)) break;
-    if (block.rows == 0) continue;
-    gather.aim(rows, block, operands);
-    const int first_tile = panel * Config::kPanelTiles;
-    const int panel_tiles = min(Config::kPanelTiles, operands.row_tiles - first_tile);
-    const uint8_t* weights = operands.weights +
-                             (int64_t{block.expert} * operands.row_tiles + first_tile + min(thread, panel_tiles - 1)) * panel_pitch;
+  Schedule<Config> schedule(rows.start(), operands.row_tiles);
+  for (Piece piece; schedule.next(piece);) {
+    const Block block = rows.locate(piece.block);
+    if (block.rows == 0 || piece.tiles <= 0) continue;
+    const int64_t first_row = int64_t{block.expert} * operands.row_tiles + piece.first_tile;
+    const uint8_t* weights = operands.weights + (first_row + min(thread, piece.tiles - 1)) * tile_row_bytes;
     for (int k_stage = 0; k_stage < k_stages; ++k_stage) {
       ring.wait_empty(at);
       const uint32_t full = ring.full_barrier(at.stage);
-      if (thread < panel_tiles) {
+      if (thread < piece.tiles) {
         if (thread == 0) {
-          if (k_stage == 0) storage.tiles[at.stage] = {block.first_slot, block.rows, panel, block.expert};
-          barrier_arrive_expect(full, panel_tiles * kPieceBytes);
+          if (k_stage == 0)
+            storage.tiles[at.stage] = {block.first_slot, block.expert, piece.first_tile, static_cast<uint32_t>(block.rows),
+                                       static_cast<uint32_t>(piece.tiles)};
+          barrier_arrive_expect(full, piece.tiles * kPieceBytes);
         }
         copy_bulk(ring.weights(at.stage) + thread * kPieceBytes, weights, kPieceBytes, full);
         weights += kPieceBytes;
       }
-      gather.copy(ring.stage(at.stage));
+      // Only now: the weights are on their way while the rows' ids are read.
+      if (k_stage == 0) gather.aim(rows, block, operands, thread);
+      gather.copy(ring.stage(at.stage), thread);
       // No proxy fence after cp.async: it would stall the ring, and completion through the barrier is enough for wgmma.
       barrier_arrive_after_copies(full);
       at.advance();

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Row contracts: for block b, which expert, how many rows, where row i is read and where its outputs go. A "slot" is a
 // contract's own name for a row: an index into sorted_ids (indexed), or the row of x itself (contiguous, masked).
-// locate() is called by whole warps with rising b. No contract reads a count back to the host.
+// start() gives the number of blocks; locate() is called by whole warps with rising b below it. No contract reads a count
+// back to the host.
 #pragma once
 #include "chord/tile/storage.cuh"
 
@@ -41,19 +42,16 @@ __device__ __forceinline__ int rows_up_to_last(Valid valid) {
 template <class Config>
 struct IndexedRows {
   const Routing& routing;
-  int32_t blocks;
 
   __device__ __forceinline__ explicit IndexedRows(const Routing& r) : routing(r) {}
 
-  __device__ __forceinline__ void start() { blocks = min(*routing.counts / Config::kBlockRows, routing.max_blocks); }
+  __device__ __forceinline__ int start() { return min(*routing.counts / Config::kBlockRows, routing.max_blocks); }
 
-  __device__ __forceinline__ bool locate(int block, Block& found) const {
-    if (block >= blocks) return false;
-    found.first_slot = block * Config::kBlockRows;
-    found.expert = routing.experts[block];
-    const bool known = static_cast<uint32_t>(found.expert) < static_cast<uint32_t>(routing.num_experts);
-    found.rows = known ? rows_up_to_last<Config::kBlockRows>([&](int i) { return destination(found.first_slot + i, 0) >= 0; }) : 0;
-    return true;
+  __device__ __forceinline__ Block locate(int block) const {
+    const int first_slot = block * Config::kBlockRows, expert = routing.experts[block];
+    const bool known = static_cast<uint32_t>(expert) < static_cast<uint32_t>(routing.num_experts);
+    const int rows = rows_up_to_last<Config::kBlockRows>([&](int i) { return destination(first_slot + i, 0) >= 0; });
+    return {expert, first_slot, known ? rows : 0};
   }
   __device__ __forceinline__ int destination(int slot, int) const {
     const int id = routing.rows[slot];
@@ -71,26 +69,23 @@ struct ContiguousRows {
 
   __device__ __forceinline__ explicit ContiguousRows(const Routing& r) : routing(r) {}
 
-  __device__ __forceinline__ void start() {}
+  __device__ __forceinline__ int start() { return routing.max_blocks; }
 
-  __device__ __forceinline__ bool locate(int block, Block& found) const {
-    if (block >= routing.max_blocks) return false;
-    found.first_slot = block * Config::kBlockRows;
-    found.expert = -1;
+  __device__ __forceinline__ Block locate(int block) const {
+    const int first_slot = block * Config::kBlockRows;
+    int found = -1;
     // The first valid row names the expert: rows of -1 may also come first.
 #pragma unroll
     for (int base = 0; base < Config::kBlockRows; base += kWarpLanes) {
-      const int slot = found.first_slot + base + warp_lane();
+      const int slot = first_slot + base + warp_lane();
       const bool inside = base + warp_lane() < Config::kBlockRows && slot < routing.limit;
       const int expert = inside ? routing.rows[slot] : -1;
       const uint32_t votes =
           __ballot_sync(kFullMask, static_cast<uint32_t>(expert) < static_cast<uint32_t>(routing.num_experts));
-      if (votes && found.expert < 0) found.expert = __shfl_sync(kFullMask, expert, __ffs(votes) - 1);
+      if (votes && found < 0) found = __shfl_sync(kFullMask, expert, __ffs(votes) - 1);
     }
-    found.rows = found.expert < 0 ? 0 : rows_up_to_last<Config::kBlockRows>([&](int i) {
-      return destination(found.first_slot + i, found.expert) >= 0;
-    });
-    return true;
+    const int rows = rows_up_to_last<Config::kBlockRows>([&](int i) { return destination(first_slot + i, found) >= 0; });
+    return {found, first_slot, found < 0 ? 0 : rows};
   }
   // A row of another expert in this block (a broken alignment) is left untouched.
   __device__ __forceinline__ int destination(int slot, int expert) const {
@@ -104,42 +99,43 @@ struct MaskedRows {
   const Routing& routing;
   int32_t first_expert;  // of the 32 whose counts the warp holds
   int32_t first_block;   // of first_expert
-  int32_t count;         // this lane's expert
   int32_t blocks_up_to;  // through this lane's expert, from first_block on
 
   __device__ __forceinline__ explicit MaskedRows(const Routing& r) : routing(r) {}
 
-  __device__ __forceinline__ void start() {
+  __device__ __forceinline__ int start() {
+    int blocks = 0;
+    for (int expert = 0; expert < routing.num_experts; expert += kWarpLanes) {
+      load(expert);
+      blocks += __shfl_sync(kFullMask, blocks_up_to, kWarpLanes - 1);
+    }
     first_block = 0;
     load(0);
+    return blocks;
   }
+  __device__ __forceinline__ int count(int expert) const { return max(0, min(routing.counts[expert], routing.limit)); }
+
   __device__ __forceinline__ void load(int expert) {
     first_expert = expert;
     const int mine = expert + warp_lane();
-    count = mine < routing.num_experts ? max(0, min(routing.counts[mine], routing.limit)) : 0;
-    blocks_up_to = (count + Config::kBlockRows - 1) / Config::kBlockRows;
+    blocks_up_to = mine < routing.num_experts ? (count(mine) + Config::kBlockRows - 1) / Config::kBlockRows : 0;
 #pragma unroll
     for (int step = 1; step < kWarpLanes; step *= 2) {
       const int before = __shfl_up_sync(kFullMask, blocks_up_to, step);
       if (warp_lane() >= step) blocks_up_to += before;
     }
   }
-  __device__ __forceinline__ bool locate(int block, Block& found) {
-    while (first_expert < routing.num_experts) {
-      const uint32_t later = __ballot_sync(kFullMask, block - first_block < blocks_up_to);
-      if (later) {
-        const int lane = __ffs(later) - 1;
-        const int before = __shfl_sync(kFullMask, blocks_up_to, max(lane - 1, 0));
-        const int row = (block - first_block - (lane ? before : 0)) * Config::kBlockRows;
-        found.expert = first_expert + lane;
-        found.first_slot = found.expert * routing.limit + row;
-        found.rows = min(__shfl_sync(kFullMask, count, lane) - row, Config::kBlockRows);
-        return true;
-      }
+  __device__ __forceinline__ Block locate(int block) {
+    uint32_t later;
+    while (!(later = __ballot_sync(kFullMask, block - first_block < blocks_up_to))) {
       first_block += __shfl_sync(kFullMask, blocks_up_to, kWarpLanes - 1);
       load(first_expert + kWarpLanes);
     }
-    return false;
+    const int lane = __ffs(later) - 1;
+    const int before = __shfl_sync(kFullMask, blocks_up_to, max(lane - 1, 0));
+    const int row = (block - first_block - (lane ? before : 0)) * Config::kBlockRows;
+    const int expert = first_expert + lane;
+    return {expert, expert * routing.limit + row, min(count(expert) - row, Config::kBlockRows)};
   }
   // Only rows below Block::rows are asked for, and all of them are valid.
   __device__ __forceinline__ int destination(int slot, int) const { return slot; }

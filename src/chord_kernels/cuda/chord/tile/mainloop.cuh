@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // One output tile's sum over K, by a consumer warpgroup: weights are the A operand, dequantized in registers; tokens are
 // the B operand, read by wgmma from the swizzled stage. A fragment covers weight rows g and g + 8 of the warp's 16, for
-// tokens 8 j + 2 t and 8 j + 2 t + 1: accumulators [m][4 j + {0, 1, 2, 3}].
+// tokens 8 j + 2 t and 8 j + 2 t + 1: accumulators [m][4 j + {0, 1, 2, 3}]. Weight tile m of warpgroup w is the
+// (m * kConsumerGroups + w)-th of the output tile, so that a tile of few weight tiles still busies every warpgroup.
 #pragma once
 #include "chord/arch/wgmma.cuh"
 #include "chord/tile/dequantize.cuh"
@@ -17,44 +18,44 @@ struct ConsumerThread {
 };
 
 template <class Config>
-__device__ __forceinline__ uint32_t weight_block(uint32_t weights, const ConsumerThread& self, int row_tile, int k_tile) {
-  const int tile = (self.group * Config::kRowTiles + row_tile) * Config::kKTiles + k_tile;
+__device__ __forceinline__ uint32_t weight_block(uint32_t weights, const ConsumerThread& self, int m, int k_tile) {
+  const int tile = (m * Config::kConsumerGroups + self.group) * Config::kKTiles + k_tile;
   return weights + tile * sizeof(WeightTile) + self.warp * sizeof(WeightBlock);
 }
 
+// The tokens of k-step `step` (16 k) of a stage's k-tile, as wgmma's B operand.
 template <class Config>
-__device__ __forceinline__ uint64_t token_descriptor(uint32_t stage, int k_tile, int k_step) {
-  return wgmma_descriptor(stage + k_tile * (Config::kBlockRows * kTokenBytes) + k_step * 32);
+__device__ __forceinline__ uint64_t token_operand(uint32_t stage_operand, int k_tile, int step) {
+  return wgmma_operand(stage_operand + wgmma_operand_step(k_tile * (Config::kBlockRows * kTokenBytes) + step * 32));
 }
 
 // Numerics::kBf16. kDepth k-steps of A are in flight, across stage boundaries too: draining the tensor cores at every
 // stage would leave them idle for the time of a dequantization. The stage before is therefore released late.
-template <class Config, int kWidth>
+template <class Config, int kWidth, int kTiles>
 __device__ __forceinline__ void accumulate_bf16(Accumulators<Config>& sum, const Ring<Config>& ring, RingPosition<Config>& at,
                                                 int k_stages, const ConsumerThread& self) {
-  constexpr int kDepth = Config::kDepth;
-  static_assert(kDepth >= 2 && kDepth <= 4);
-  uint32_t a[kDepth][Config::kRowTiles][4];
+  constexpr int kDepth = Config::kDepth, kSteps = 4;
+  static_assert(kDepth >= 2 && kDepth <= kSteps);
+  uint32_t a[kDepth][kTiles][4];
   uint32_t previous = 0;
   for (int k_stage = 0; k_stage < k_stages; ++k_stage) {
     ring.wait_full(at);
-    const uint32_t stage = ring.stage(at.stage), weights = ring.weights(at.stage);
+    const uint32_t tokens = wgmma_operand_base(ring.stage(at.stage)), weights = ring.weights(at.stage);
 #pragma unroll
     for (int k_tile = 0; k_tile < Config::kKTiles; ++k_tile) {
-      WeightFragment fragment[Config::kRowTiles];
+      WeightFragment fragment[kTiles];
 #pragma unroll
-      for (int m = 0; m < Config::kRowTiles; ++m) fragment[m].load(weight_block<Config>(weights, self, m, k_tile), self.lane);
+      for (int m = 0; m < kTiles; ++m) fragment[m].load(weight_block<Config>(weights, self, m, k_tile), self.lane);
 #pragma unroll
-      for (int step = 0; step < 4; ++step) {
-        constexpr int kStepsPerTile = 4;
-        const int slot = (k_tile * kStepsPerTile + step) % kDepth;
+      for (int step = 0; step < kSteps; ++step) {
+        const int slot = (k_tile * kSteps + step) % kDepth;
 #pragma unroll
-        for (int m = 0; m < Config::kRowTiles; ++m)
+        for (int m = 0; m < kTiles; ++m)
           decode_scaled(a[slot][m], fragment[m].words[step], fragment[m].scale_pair(0, step / 2), fragment[m].scale_pair(1, step / 2));
         wgmma_fence();
 #pragma unroll
-        for (int m = 0; m < Config::kRowTiles; ++m)
-          Wgmma<kWidth>::issue(sum[m], a[slot][m], token_descriptor<Config>(stage, k_tile, step), (k_stage | k_tile | step) != 0);
+        for (int m = 0; m < kTiles; ++m)
+          Wgmma<kWidth>::issue(sum[m], a[slot][m], token_operand<Config>(tokens, k_tile, step), (k_stage | k_tile | step) != 0);
         wgmma_commit();
         wgmma_wait<kDepth - 1>();
         if (k_tile == 0 && step == kDepth - 2 && k_stage > 0) ring.release(previous, self.lane);
@@ -68,84 +69,100 @@ __device__ __forceinline__ void accumulate_bf16(Accumulators<Config>& sum, const
 }
 
 // Numerics::kExact. Integer weights; every 32-group has an accumulator of its own, which its row's scale multiplies in
-// FP32. Two of them alternate, so that the tensor cores work on one while the other is added up.
-template <class Config, int kWidth>
+// FP32. Two of them alternate, so that the tensor cores work on one while the other is added up. A stage ends drained:
+// ptxas serialises every wgmma when such an accumulator is in flight around the loop.
+template <class Config, int kWidth, int kTiles>
 __device__ __forceinline__ void accumulate_exact(Accumulators<Config>& sum, const Ring<Config>& ring, RingPosition<Config>& at,
                                                  int k_stages, const ConsumerThread& self) {
   constexpr int kGroups = 2;  // 32-groups of a k-tile
-  float part[kGroups][Config::kRowTiles][kWidth / 2];
+  constexpr int kStageGroups = Config::kKTiles * kGroups;
+  float part[kGroups][kTiles][kWidth / 2];
 #pragma unroll
-  for (int m = 0; m < Config::kRowTiles; ++m)
+  for (int m = 0; m < kTiles; ++m)
 #pragma unroll
     for (int i = 0; i < kWidth / 2; ++i) sum[m][i] = 0.0f;
 
   for (int k_stage = 0; k_stage < k_stages; ++k_stage) {
     ring.wait_full(at);
-    const uint32_t stage = ring.stage(at.stage), weights = ring.weights(at.stage);
-    WeightFragment fragment[2][Config::kRowTiles];
-    uint32_t a[kGroups][Config::kRowTiles][2][4];
-    auto promote = [&](int group_index) {
-      const int k_tile = group_index / kGroups, group = group_index % kGroups;
+    const uint32_t tokens = wgmma_operand_base(ring.stage(at.stage)), weights = ring.weights(at.stage);
+    WeightFragment fragment[2][kTiles];
+    uint32_t a[kGroups][kTiles][2][4];
+    auto add_up = [&](int index) {
+      const int group = index % kGroups;
 #pragma unroll
-      for (int m = 0; m < Config::kRowTiles; ++m) {
-        const float low = fragment[k_tile % 2][m].scale(0, group), high = fragment[k_tile % 2][m].scale(1, group);
+      for (int m = 0; m < kTiles; ++m) {
+        const WeightFragment& weight = fragment[index / kGroups % 2][m];
+        const float scale[2] = {weight.scale(0, group), weight.scale(1, group)};
 #pragma unroll
-        for (int i = 0; i < kWidth / 2; ++i) sum[m][i] = fmaf(i & 2 ? high : low, part[group][m][i], sum[m][i]);
+        for (int i = 0; i < kWidth / 2; ++i) sum[m][i] = fmaf(scale[i >> 1 & 1], part[group][m][i], sum[m][i]);
       }
     };
 #pragma unroll
-    for (int index = 0; index < Config::kKTiles * kGroups; ++index) {
+    for (int index = 0; index < kStageGroups; ++index) {
       const int k_tile = index / kGroups, group = index % kGroups;
-      auto& tile = fragment[k_tile % 2];
+      auto& weight = fragment[k_tile % 2];
 #pragma unroll
-      for (int m = 0; m < Config::kRowTiles; ++m) {
-        if (group == 0) tile[m].load(weight_block<Config>(weights, self, m, k_tile), self.lane);
-        decode_integers(a[group][m][0], tile[m].words[2 * group]);
-        decode_integers(a[group][m][1], tile[m].words[2 * group + 1]);
+      for (int m = 0; m < kTiles; ++m) {
+        if (group == 0) weight[m].load(weight_block<Config>(weights, self, m, k_tile), self.lane);
+        decode_integers(a[group][m][0], weight[m].words[2 * group]);
+        decode_integers(a[group][m][1], weight[m].words[2 * group + 1]);
       }
       wgmma_fence();
 #pragma unroll
-      for (int m = 0; m < Config::kRowTiles; ++m) {
-        Wgmma<kWidth>::issue(part[group][m], a[group][m][0], token_descriptor<Config>(stage, k_tile, 2 * group), false);
-        Wgmma<kWidth>::issue(part[group][m], a[group][m][1], token_descriptor<Config>(stage, k_tile, 2 * group + 1), true);
+      for (int m = 0; m < kTiles; ++m) {
+        Wgmma<kWidth>::issue(part[group][m], a[group][m][0], token_operand<Config>(tokens, k_tile, 2 * group), false);
+        Wgmma<kWidth>::issue(part[group][m], a[group][m][1], token_operand<Config>(tokens, k_tile, 2 * group + 1), true);
       }
       wgmma_commit();
       if (index > 0) {
         wgmma_wait<1>();
-        promote(index - 1);
+        add_up(index - 1);
       }
     }
     wgmma_wait<0>();
     ring.release(at.stage, self.lane);
-    promote(Config::kKTiles * kGroups - 1);
+    add_up(kStageGroups - 1);
     at.advance();
   }
 }
 
-template <class Config, int kWidth>
+template <class Config, int kWidth, int kTiles>
 __device__ __forceinline__ void accumulate(Accumulators<Config>& sum, const Ring<Config>& ring, RingPosition<Config>& at,
                                            int k_stages, const ConsumerThread& self) {
   if constexpr (Config::kNumerics == Numerics::kBf16) {
-    accumulate_bf16<Config, kWidth>(sum, ring, at, k_stages, self);
+    accumulate_bf16<Config, kWidth, kTiles>(sum, ring, at, k_stages, self);
   } else {
     static_assert(Config::kNumerics == Numerics::kExact);
-    accumulate_exact<Config, kWidth>(sum, ring, at, k_stages, self);
+    accumulate_exact<Config, kWidth, kTiles>(sum, ring, at, k_stages, self);
   }
 }
 
 // The narrowest compiled width that covers `rows`: padding rows of a block then cost no tensor time. More than four widths
 // in one kernel make ptxas run out of registers and serialise the wgmma.
-template <class Config, int kWidth = Config::kWidthStep>
+template <class Config, int kTiles, int kWidth = Config::kWidthStep>
 __device__ __forceinline__ void accumulate_rows(int rows, Accumulators<Config>& sum, const Ring<Config>& ring,
                                                 RingPosition<Config>& at, int k_stages, const ConsumerThread& self) {
   static_assert(Config::kBlockRows % Config::kWidthStep == 0 && Config::kBlockRows <= 4 * Config::kWidthStep);
   if constexpr (kWidth < Config::kBlockRows) {
     if (rows > kWidth) {
-      accumulate_rows<Config, kWidth + Config::kWidthStep>(rows, sum, ring, at, k_stages, self);
+      accumulate_rows<Config, kTiles, kWidth + Config::kWidthStep>(rows, sum, ring, at, k_stages, self);
       return;
     }
   }
-  accumulate<Config, kWidth>(sum, ring, at, k_stages, self);
+  accumulate<Config, kWidth, kTiles>(sum, ring, at, k_stages, self);
+}
+
+// As many weight tiles a warpgroup as the output tile needs.
+template <class Config, int kTiles = 1>
+__device__ __forceinline__ void accumulate_tile(const TileInfo& tile, Accumulators<Config>& sum, const Ring<Config>& ring,
+                                                RingPosition<Config>& at, int k_stages, const ConsumerThread& self) {
+  if constexpr (kTiles < Config::kRowTiles) {
+    if (tile.tiles > kTiles * Config::kConsumerGroups) {
+      accumulate_tile<Config, kTiles + 1>(tile, sum, ring, at, k_stages, self);
+      return;
+    }
+  }
+  accumulate_rows<Config, kTiles>(tile.rows, sum, ring, at, k_stages, self);
 }
 
 }  // namespace chord

@@ -50,8 +50,7 @@ struct Ring {
   }
   __device__ __forceinline__ TileInfo tile(uint32_t index) const {
     const uint4 raw = load_shared_16(tiles + index * sizeof(TileInfo));
-    return {static_cast<int32_t>(raw.x), static_cast<int32_t>(raw.y), static_cast<int32_t>(raw.z),
-            static_cast<int32_t>(raw.w)};
+    return {static_cast<int32_t>(raw.x), static_cast<int32_t>(raw.y), static_cast<int32_t>(raw.z), raw.w & 0xFFFFu, raw.w >> 16};
   }
 };
 

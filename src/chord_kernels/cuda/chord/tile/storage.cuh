@@ -34,10 +34,12 @@ struct alignas(1024) Stage {  // the 128-byte swizzle repeats every 1024 bytes
 // What a consumer has to know of the output tile whose first stage this is. rows == 0: there is no further tile.
 struct alignas(16) TileInfo {
   int32_t first_slot;  // a row contract's name for the block's first row
-  int32_t rows;        // rows up to the last valid one
-  int32_t panel;       // which kPanelTiles x 64 weight rows
   int32_t expert;
+  int32_t first_tile;    // the first of the 64-row weight tiles
+  uint32_t rows : 16;    // token rows up to the last valid one
+  uint32_t tiles : 16;   // weight tiles, 1 to kPanelTiles
 };
+static_assert(sizeof(TileInfo) == 16);
 
 template <class Config>
 struct Storage {
