@@ -45,6 +45,7 @@ __device__ __forceinline__ void tile_kernel(const Operands& operands, const Rout
   static_assert(sizeof(Storage<Config>) == Config::kSmemBytes, "plan.py and storage.cuh disagree");
   static_assert(Config::kThreads == (Config::kConsumerGroups + 1) * kGroupThreads);
   static_assert(Config::kPanelTiles == Config::kConsumerGroups * Config::kRowTiles);
+  static_assert((Config::kPanelTiles & (Config::kPanelTiles - 1)) == 0, "the schedule halves panels");
   auto& storage = *reinterpret_cast<Storage<Config>*>(shared_memory);
   const Ring<Config> ring(storage);
   if (threadIdx.x == 0) {

@@ -13,41 +13,35 @@ struct Piece {
 };
 
 // Whole panels in rounds over the CTAs: the panels of a block run side by side and share its tokens in L2, and an expert's
-// blocks its weights. What does not fill a last round is dealt out in single 64-row tiles, so that all CTAs end level.
-// K is never split: a row's sum has the same order in whatever batch it is.
+// blocks its weights. Panels that do not fill a last round are halved or quartered as long as every CTA still gets at most
+// one part: fewer weight tiles take less time, if not in proportion. K is never split: a row's sum has the same order in
+// whatever batch it is.
 template <class Config>
 struct Schedule {
-  int32_t panels;      // of a block
-  int32_t row_tiles;   // of a block
-  int32_t even_units;  // in whole rounds, a unit being one panel
-  int32_t panel;       // next, in whole rounds
-  int32_t tile, end;   // next and last, in the rest, counted in weight tiles
+  int32_t panels;     // of a block
+  int32_t row_tiles;  // of a block
+  int32_t unit;       // next
+  int32_t whole;      // units that are whole panels
+  int32_t all;        // units, with the parts of the rest
+  int32_t parts;      // that a panel of the rest is cut into
 
   __device__ __forceinline__ Schedule(int blocks, int block_tiles)
-      : panels((block_tiles + Config::kPanelTiles - 1) / Config::kPanelTiles), row_tiles(block_tiles), panel(blockIdx.x) {
-    const int units = blocks * panels, workers = gridDim.x, self = blockIdx.x;
-    even_units = units / workers * workers;
-    const int rest = (units - even_units) * Config::kPanelTiles;
-    tile = rest * self / workers;
-    end = rest * (self + 1) / workers;
+      : panels((block_tiles + Config::kPanelTiles - 1) / Config::kPanelTiles), row_tiles(block_tiles), unit(blockIdx.x), parts(1) {
+    const int workers = gridDim.x, total = blocks * panels, rest = total % workers;
+    whole = total - rest;
+    while (parts < Config::kPanelTiles && rest * parts * 2 <= workers) parts *= 2;
+    all = whole + rest * parts;
   }
 
   __device__ __forceinline__ bool next(Piece& piece) {
-    int unit, skip, count;
-    if (panel < even_units) {
-      unit = panel, skip = 0, count = Config::kPanelTiles;
-      panel += gridDim.x;
-    } else if (tile < end) {
-      unit = even_units + tile / Config::kPanelTiles;
-      skip = tile % Config::kPanelTiles;
-      count = min(Config::kPanelTiles - skip, end - tile);
-      tile += count;
-    } else {
-      return false;
-    }
-    piece.block = unit / panels;
-    piece.first_tile = unit % panels * Config::kPanelTiles + skip;
+    if (unit >= all) return false;
+    const int rest = unit - whole;
+    const int panel = rest < 0 ? unit : whole + rest / parts;
+    const int count = rest < 0 ? Config::kPanelTiles : Config::kPanelTiles / parts;
+    piece.block = panel / panels;
+    piece.first_tile = panel % panels * Config::kPanelTiles + (rest < 0 ? 0 : rest % parts * count);
     piece.tiles = min(count, row_tiles - piece.first_tile);  // a block's last panel may be partial: then 0 or less
+    unit += gridDim.x;
     return true;
   }
 };
