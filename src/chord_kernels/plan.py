@@ -200,8 +200,8 @@ def make_plan(problem: Problem, pins: Mapping[str, int] | None = None) -> Plan:
     block = pins.get("block_rows", _choose_block(problem)) if problem.block_rows is None else problem.block_rows
     numerics = problem.numerics if problem.numerics != "auto" else ("exact" if block <= EXACT_BLOCK_ROWS else "bf16")
     epilogue = "store_paired" if problem.epilogue == "store" and problem.paired else problem.epilogue
-    groups = 2
-    row_tiles = 2 if problem.n >= 2 * groups * TILE_ROWS else 1
+    # Exact: many warps with little state hide the latency of dequantization. BF16: few warps with large tiles.
+    groups, row_tiles = (4, 1) if numerics == "exact" else (2, 2)
     if "panel_rows" in pins:
         row_tiles = max(1, pins["panel_rows"] // (groups * TILE_ROWS))
     most_k_tiles = pins["stage_k"] // TILE_K if "stage_k" in pins else (4 if block <= 32 else 2)

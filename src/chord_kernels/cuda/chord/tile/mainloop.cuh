@@ -152,10 +152,24 @@ __device__ __forceinline__ void accumulate_rows(int rows, Accumulators<Config>& 
   accumulate<Config, kWidth, kTiles>(sum, ring, at, k_stages, self);
 }
 
+// A warpgroup that no weight tile of this output tile falls to lets its stages pass.
+template <class Config>
+__device__ __forceinline__ void pass_stages(const Ring<Config>& ring, RingPosition<Config>& at, int k_stages, const ConsumerThread& self) {
+  for (int k_stage = 0; k_stage < k_stages; ++k_stage) {
+    ring.wait_full(at);
+    ring.release(at.stage, self.lane);
+    at.advance();
+  }
+}
+
 // As many weight tiles a warpgroup as the output tile needs.
 template <class Config, int kTiles = 1>
 __device__ __forceinline__ void accumulate_tile(const TileInfo& tile, Accumulators<Config>& sum, const Ring<Config>& ring,
                                                 RingPosition<Config>& at, int k_stages, const ConsumerThread& self) {
+  if (kTiles == 1 && self.group >= tile.tiles) {
+    pass_stages(ring, at, k_stages, self);
+    return;
+  }
   if constexpr (kTiles < Config::kRowTiles) {
     if (tile.tiles > kTiles * Config::kConsumerGroups) {
       accumulate_tile<Config, kTiles + 1>(tile, sum, ring, at, k_stages, self);
