@@ -67,7 +67,7 @@ class Plan:
     consumer_groups: int
     k_tiles: int
     stages: int
-    depth: int
+    depth: int  # k-steps of A in flight (bf16 numerics); more than this and ptxas serialises the wgmma
 
     @property
     def width_step(self) -> int:
@@ -125,10 +125,8 @@ class Plan:
             return f"a block of {self.block_rows} token rows; the kernel has {', '.join(map(str, BLOCK_ROWS))}"
         if self.numerics == "exact" and self.block_rows > EXACT_BLOCK_ROWS:
             return f"exact numerics with blocks of {self.block_rows} rows; its second accumulators fit up to {EXACT_BLOCK_ROWS}"
-        if not 2 <= self.depth <= 4:
-            return f"{self.depth} k-steps in flight; the kernel has 2, 3 and 4"
-        if self.block_rows == 128 and self.depth > 2:
-            return f"{self.depth} k-steps in flight with 128-row blocks; ptxas then serialises the wgmma"
+        if self.panel_tiles & (self.panel_tiles - 1):
+            return f"panels of {self.panel_tiles} weight tiles; the schedule halves them, so a power of two is needed"
         if self.stages < 2:
             return f"{self.stages} stages; a ring needs 2"
         if self.smem_bytes > SMEM_LIMIT:
@@ -204,8 +202,7 @@ def make_plan(problem: Problem, pins: Mapping[str, int] | None = None) -> Plan:
     groups, row_tiles = (4, 1) if numerics == "exact" else (2, 2)
     if "panel_rows" in pins:
         row_tiles = max(1, pins["panel_rows"] // (groups * TILE_ROWS))
-    most_k_tiles = pins["stage_k"] // TILE_K if "stage_k" in pins else (4 if block <= 32 else 2)
-    k_tiles = next(t for t in range(max(most_k_tiles, 1), 0, -1) if problem.k // TILE_K % t == 0)
+    most_k_tiles = max(pins["stage_k"] // TILE_K, 1) if "stage_k" in pins else (8 if numerics == "exact" else 2)
     plan = Plan(
         arch=problem.arch,
         contract=problem.contract,
@@ -214,14 +211,18 @@ def make_plan(problem: Problem, pins: Mapping[str, int] | None = None) -> Plan:
         block_rows=block,
         row_tiles=row_tiles,
         consumer_groups=groups,
-        k_tiles=k_tiles,
-        stages=pins.get("stages", MAX_STAGES),
-        depth=2 if block == 128 else 3,
+        k_tiles=1,
+        stages=pins.get("stages", 2),
+        depth=3 if block == 64 else 2,
     )
-    while "stages" not in pins and plan.stages > 2 and plan.smem_bytes > SMEM_LIMIT:
-        plan = replace(plan, stages=plan.stages - 1)
     if reason := plan.why_illegal():
         raise UnsupportedError(f"{plan.name}: {reason}")
+    # Long stages first: each costs a barrier round trip and, with exact numerics, a drain of the tensor cores. Then as many
+    # of them as fit.
+    depths = (t for t in range(most_k_tiles, 0, -1) if problem.k // TILE_K % t == 0)
+    plan = next(longer for t in depths if (longer := replace(plan, k_tiles=t)).why_illegal() is None)
+    while "stages" not in pins and plan.stages < MAX_STAGES and (more := replace(plan, stages=plan.stages + 1)).why_illegal() is None:
+        plan = more
     return plan
 
 
