@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import ops
 from .errors import FormatError, UnsupportedError
-from .plan import block_rows_for, buckets
+from .plan import block_rows_for, buckets, numerics_for
 from .progress import progress
 from .rows import IndexedRows, align_indexed
 from .weights import PackedWeight
@@ -92,7 +92,7 @@ class MoELayer:
         tokens, top_k = topk_ids.shape
         if tokens == 0 or top_k == 0:
             return out.zero_() if out is not None else torch.zeros_like(x)
-        block_rows = block_rows_for(tokens * top_k / self.gate_up.experts)
+        block_rows = self._block_rows(tokens, top_k)
         routing = align_indexed(topk_ids, self.gate_up.experts, block_rows, self.expert_map)
         hidden = ops.indexed(x.contiguous(), self.gate_up, routing, epilogue="swiglu")
         # Dropped ids leave their rows unwritten: zeros there, so that they add 0 whatever the memory held.
@@ -101,6 +101,15 @@ class MoELayer:
         ops.indexed(hidden, self.down, by_row, out=values, dependent_launch=True)
         weights = torch.where(self._local(topk_ids), topk_weights.to(torch.float32), 0.0)
         return _weighted_sum(values.view(tokens, top_k, -1), weights, out)
+
+    def numerics(self, tokens: int, top_k: int) -> str:
+        """Which definition of `reference` a batch of this size computes: "exact" or "bf16"."""
+        if self.gate_up.device.type == "cpu":
+            return "exact"
+        return numerics_for(self._block_rows(tokens, top_k))
+
+    def _block_rows(self, tokens: int, top_k: int) -> int:
+        return block_rows_for(tokens * top_k / self.gate_up.experts)
 
     def _local(self, topk_ids: Tensor) -> Tensor:
         ids = topk_ids.to(torch.int64)
@@ -128,8 +137,9 @@ class MoELayer:
         )
         with progress("compiling kernels", len(plans)) as step:
             build_all(plans, done=lambda _: step())
-        for plan in plans:
-            load(plan, device.index)
+        with torch.cuda.device(device):  # loading makes its device the current one
+            for plan in plans:
+                load(plan, device.index)
         return len(plans)
 
 

@@ -178,6 +178,11 @@ def block_rows_for(rows_per_expert: float) -> int:
     return 128
 
 
+def numerics_for(block_rows: int) -> str:
+    """What `auto` computes: exact wherever its second set of accumulators fits."""
+    return "exact" if block_rows <= EXACT_BLOCK_ROWS else "bf16"
+
+
 def _choose_block(problem: Problem) -> int:
     if problem.block_rows is not None:
         return problem.block_rows
@@ -196,13 +201,13 @@ def make_plan(problem: Problem, pins: Mapping[str, int] | None = None) -> Plan:
         raise UnsupportedError(reason)
     pins = dict(pins or {})
     block = pins.get("block_rows", _choose_block(problem)) if problem.block_rows is None else problem.block_rows
-    numerics = problem.numerics if problem.numerics != "auto" else ("exact" if block <= EXACT_BLOCK_ROWS else "bf16")
+    numerics = problem.numerics if problem.numerics != "auto" else numerics_for(block)
     epilogue = "store_paired" if problem.epilogue == "store" and problem.paired else problem.epilogue
     # Exact: many warps with little state hide the latency of dequantization. BF16: few warps with large tiles.
     groups, row_tiles = (4, 1) if numerics == "exact" else (2, 2)
     if "panel_rows" in pins:
         row_tiles = max(1, pins["panel_rows"] // (groups * TILE_ROWS))
-    most_k_tiles = max(pins["stage_k"] // TILE_K, 1) if "stage_k" in pins else (8 if numerics == "exact" else 2)
+    most_k_tiles = max(pins["stage_k"] // TILE_K, 1) if "stage_k" in pins else _most_k_tiles(block, numerics)
     plan = Plan(
         arch=problem.arch,
         contract=problem.contract,
@@ -224,6 +229,12 @@ def make_plan(problem: Problem, pins: Mapping[str, int] | None = None) -> Plan:
     while "stages" not in pins and plan.stages < MAX_STAGES and (more := replace(plan, stages=plan.stages + 1)).why_illegal() is None:
         plan = more
     return plan
+
+
+def _most_k_tiles(block_rows: int, numerics: str) -> int:
+    if numerics == "exact":
+        return 8
+    return 2 if block_rows == 128 else 4  # two long stages of 128 rows leave nothing in flight behind the one in use
 
 
 def explain(problem: Problem, plan: Plan) -> list[str]:

@@ -43,8 +43,8 @@ def test_inputs_compute_and_check_on_cpu(contract: str, stage: str) -> None:
 
 def test_an_unchecked_output_has_no_time() -> None:
     with pytest.raises(CheckError, match="Its time is not reported"):
-        timing._checked(lambda: float("nan"), 1e-3)
-    assert timing._checked(lambda: 1e-4, 1e-3) == 1e-4
+        timing.checked(lambda: float("nan"), 1e-3)
+    assert timing.checked(lambda: 1e-4, 1e-3) == 1e-4
 
 
 def test_tables_and_plots_take_result_rows(tmp_path: Path) -> None:

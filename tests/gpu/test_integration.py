@@ -105,6 +105,12 @@ def test_the_tensors_device_is_used() -> None:
     out = chord.indexed(x, weight, routing)
     assert out.device.index == 1
     assert torch.cuda.current_device() == 0
+    expected = chord.indexed(x.to("cuda:0"), weight.to("cuda:0"), chord.align_indexed(random_ids(4, 2, 1).to("cuda:0"), 2, 8))
+    both = chord.indexed(x, weight, chord.align_indexed(random_ids(4, 2, 1).to("cuda:1"), 2, 8))
+    assert torch.equal(expected.cpu(), both.cpu())
+    gate_up = random_weight(8, 256, 384, paired=True, device="cuda:1")
+    assert chord.MoELayer(gate_up, random_weight(8, 384, 128, device="cuda:1")).warmup() > 0
+    assert torch.cuda.current_device() == 0
     with pytest.raises(FormatError, match="one device"):
         chord.indexed(x.to("cuda:0"), weight, routing)
 

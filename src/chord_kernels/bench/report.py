@@ -206,30 +206,32 @@ def table(rows: list[Row], title: str) -> Any:
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Ratio to the floor by case, ours and the recorded best peer's. Needs the extra 'plot'."""
+    """Ratio of gate_up + down to the floor, ours and the recorded best peer's, a panel a section. Needs the extra 'plot'."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    sections: dict[str, list[Row]] = {}
+    sections: dict[str, dict[int, list[Row]]] = {}
     for row in rows:
         if "section" in row:
-            sections.setdefault(f"{row['section']} {row['stage']}", []).append(row)
-    columns = 2
+            sections.setdefault(row["section"], {}).setdefault(row["point"], []).append(row)
+    columns = 3
     lines = -(-len(sections) // columns)
-    figure, axes = pyplot.subplots(lines, columns, figsize=(11, 2.6 * lines), squeeze=False)
-    for axis, (name, members) in zip(axes.flat, sections.items(), strict=False):
-        points = range(len(members))
-        axis.plot(points, [row["us"] / row["floor_us"] for row in members], "o-", label="Chord")
-        peers = [(i, row["recorded_peer_us"] / row["floor_us"]) for i, row in enumerate(members) if row["recorded_peer_us"]]
-        if peers:
-            axis.plot(*zip(*peers, strict=True), "s--", color="gray", label="best recorded peer")
+    figure, axes = pyplot.subplots(lines, columns, figsize=(12, 2.7 * lines), squeeze=False)
+    for axis, (name, points) in zip(axes.flat, sections.items(), strict=False):
+        floors = [sum(row["floor_us"] for row in both) for both in points.values()]
+        axis.plot(
+            [sum(row["us"] for row in both) / floor for both, floor in zip(points.values(), floors, strict=True)], "o-", label="Chord"
+        )
+        if all(row["recorded_peer_us"] for both in points.values() for row in both):
+            peers = [sum(row["recorded_peer_us"] for row in both) / floor for both, floor in zip(points.values(), floors, strict=True)]
+            axis.plot(peers, "s--", color="gray", label="best recorded peer of each GEMM")
         axis.axhline(1.0, color="black", linewidth=0.8)
-        axis.set(title=name, ylabel="x floor", ylim=(0.9, None), xticks=list(points))
-        axis.set_xticklabels([str(row["point"]) for row in members])
+        axis.set(title=name, ylabel="x floor", ylim=(0.9, None), xticks=list(range(len(points))))
+        axis.set_xticklabels([str(point) for point in points], rotation=45 if len(points) > 6 else 0)
         axis.legend(fontsize=8)
     for axis in list(axes.flat)[len(sections) :]:
         axis.remove()
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=100)

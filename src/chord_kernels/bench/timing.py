@@ -32,7 +32,7 @@ def _summary(times: Sequence[float], method: str, error: float) -> Measurement:
     return Measurement(median * 1e3, (quartiles[2] - quartiles[0]) / 2 / median, method, len(times), error)
 
 
-def _checked(check: Callable[[], float], limit: float) -> float:
+def checked(check: Callable[[], float], limit: float) -> float:
     error = check()
     if not error <= limit:
         raise CheckError(f"the output is {error:.3e} from FP64, relative; the limit is {limit:.1e}. Its time is not reported")
@@ -56,8 +56,21 @@ def cold(
         call()
         stop.record()
     torch.cuda.synchronize()
-    error = _checked(check, limit)
+    error = checked(check, limit)
     return _summary([start.elapsed_time(stop) for start, stop in pairs], "cold", error)
+
+
+def captured(call: Callable[[], object]) -> Callable[[], object]:
+    """`call` as one CUDA graph, so that a sequence of short kernels is not timed by its launches."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    recording = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(recording):
+        call()
+    return recording.replay
 
 
 def graph(layers: Sequence[Callable[[], object]], check: Callable[[], float], *, limit: float = 2.5e-3, samples: int = 50) -> Measurement:
@@ -65,27 +78,23 @@ def graph(layers: Sequence[Callable[[], object]], check: Callable[[], float], *,
 
     Use enough layers for their weights to exceed the L2 several times: a replay then reads them from memory.
     """
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+
+    def all_layers() -> None:
         for layer in layers:
             layer()
-    torch.cuda.current_stream().wait_stream(stream)
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
-        for layer in layers:
-            layer()
+
+    replay = captured(all_layers)
     for _ in range(3):
-        captured.replay()
+        replay()
     times = []
     for _ in range(samples):
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        captured.replay()
+        replay()
         stop.record()
         stop.synchronize()
         times.append(start.elapsed_time(stop) / len(layers))
-    error = _checked(check, limit)
+    error = checked(check, limit)
     return _summary(times, "graph", error)
 
 

@@ -25,7 +25,7 @@ class LoadedKernel:
         from cuda.bindings import driver
         from cuda.core import Device, ObjectCode
 
-        self.plan = plan
+        self.plan, self._device = plan, device
         Device(device).set_current()
         self._code = ObjectCode.from_cubin(cubin(plan))
         self._kernel = self._code.get_kernel(ENTRY)
@@ -45,19 +45,24 @@ class LoadedKernel:
                 grid=grid, block=self.plan.threads, shmem_size=self.plan.smem_bytes, programmatic_stream_serialization=dependent
             )
             self._configs[grid, dependent] = config
-        launch(_stream(stream), config, self._kernel, *(convert(value) for convert, value in zip(_TYPES, arguments, strict=True)))
+        launch(
+            _stream(self._device, stream), config, self._kernel, *(convert(value) for convert, value in zip(_TYPES, arguments, strict=True))
+        )
 
 
 @lru_cache(maxsize=64)
-def _stream(handle: int) -> Any:
-    """One object a stream handle: making it anew costs as much as the launch."""
+def _stream(device: int, handle: int) -> Any:
+    """One object a stream: making it anew costs as much as the launch. Every device has a default stream of handle 0."""
     from cuda.core import Stream
 
     return Stream.from_handle(handle)
 
 
 def load(plan: Plan, device: int, *, capturing: Callable[[], bool] = lambda: False) -> LoadedKernel:
-    """The kernel of a plan, compiled and loaded once a device. During graph capture nothing may be compiled or loaded."""
+    """The kernel of a plan, compiled and loaded once a device, which becomes the current one.
+
+    During graph capture nothing may be compiled or loaded.
+    """
     kernel = _loaded.get((plan, device))
     if kernel is not None:
         return kernel

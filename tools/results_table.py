@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Print the README's tables from the committed result files.
+
+usage: python tools/results_table.py
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "src"))
+
+from chord_kernels.bench.suites import _peers  # noqa: E402
+
+SECTIONS = ("decode", "masked", "prefill", "tp8", "contiguous")
+
+
+def rows() -> list[dict]:
+    return [row for path in sorted((ROOT / "benchmarks/results").glob("*.json")) for row in json.loads(path.read_text())["rows"]]
+
+
+def gemm_table() -> None:
+    print("| case | us | x floor | best recorded peer | peer / Chord |\n|--|--|--|--|--|")
+    measured = {(row["section"], row["stage"], row["point"]): row for row in rows() if "section" in row}
+    peers = {(row["section"], row["stage"], row["point"]): row for row in _peers()["cases"]}
+    for section in SECTIONS:
+        for point in sorted({key[2] for key in measured if key[0] == section}):
+            ours = [measured[section, stage, point] for stage in ("gate_up", "down")]
+            theirs = [peers[section, stage, point] for stage in ("gate_up", "down")]
+            us, floor = sum(row["us"] for row in ours), sum(row["floor_us"] for row in ours)
+            sums = [
+                (name, sum(row[f"{name}_us"] for row in theirs)) for name in ("humming", "chord") if all(r[f"{name}_us"] for r in theirs)
+            ]
+            name, best = min(sums, key=lambda item: item[1])
+            title = {"humming": "humming", "chord": "published Chord"}[name]
+            print(f"| {section} {point} | {us:.1f} | {us / floor:.2f} | {best:.0f} ({title}) | {best / us:.2f} |")
+
+
+def small_table() -> None:
+    print("\n| case | tokens | us a layer | x floor | humming recorded | humming / Chord |\n|--|--|--|--|--|--|")
+    for row in rows():
+        if "case" in row:
+            us, peer = row["us_per_layer"], row["recorded_peer_us"]
+            print(f"| {row['case']} | {row['tokens']} | {us:.1f} | {us / row['floor_us']:.2f} | {peer:.1f} | {peer / us:.2f} |")
+
+
+if __name__ == "__main__":
+    gemm_table()
+    small_table()
