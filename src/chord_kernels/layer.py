@@ -13,8 +13,10 @@ from . import ops
 from .errors import FormatError, UnsupportedError
 from .plan import block_rows_for, buckets, numerics_for
 from .progress import progress
-from .rows import IndexedRows, align_indexed
+from .rows import IndexedRows, align_local, local_experts
 from .weights import PackedWeight
+
+_SUM_SCRATCH = 256 << 20  # bytes of FP32 products that the weighted sum holds at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,14 +94,15 @@ class MoELayer:
         tokens, top_k = topk_ids.shape
         if tokens == 0 or top_k == 0:
             return out.zero_() if out is not None else torch.zeros_like(x)
-        block_rows = self._block_rows(tokens, top_k)
-        routing = align_indexed(topk_ids, self.gate_up.experts, block_rows, self.expert_map)
+        block_rows, experts = self._block_rows(tokens, top_k), self.gate_up.experts
+        local = local_experts(topk_ids, experts, self.expert_map)
+        routing = align_local(local, experts, block_rows)
         hidden = ops.indexed(x.contiguous(), self.gate_up, routing, epilogue="swiglu")
         # Dropped ids leave their rows unwritten: zeros there, so that they add 0 whatever the memory held.
         values = x.new_zeros((tokens * top_k, self.hidden))
         by_row = IndexedRows(routing.sorted_ids, routing.expert_ids, routing.num_tokens_padded, top_k=1, block_rows=block_rows)
         ops.indexed(hidden, self.down, by_row, out=values, dependent_launch=True)
-        weights = torch.where(self._local(topk_ids), topk_weights.to(torch.float32), 0.0)
+        weights = torch.where(local < experts, topk_weights.to(torch.float32), 0.0)
         return _weighted_sum(values.view(tokens, top_k, -1), weights, out)
 
     def numerics(self, tokens: int, top_k: int) -> str:
@@ -110,13 +113,6 @@ class MoELayer:
 
     def _block_rows(self, tokens: int, top_k: int) -> int:
         return block_rows_for(tokens * top_k / self.gate_up.experts)
-
-    def _local(self, topk_ids: Tensor) -> Tensor:
-        ids = topk_ids.to(torch.int64)
-        if self.expert_map is None:
-            return (ids >= 0) & (ids < self.gate_up.experts)
-        known = (ids >= 0) & (ids < self.expert_map.numel())
-        return known & (self.expert_map[ids.clamp(0, self.expert_map.numel() - 1)] >= 0)
 
     def warmup(self) -> int:
         """Compile and load every kernel that any batch can need on the weights' device; returns how many."""
@@ -144,8 +140,11 @@ class MoELayer:
 
 
 def _weighted_sum(values: Tensor, weights: Tensor, out: Tensor | None) -> Tensor:
-    """FP32 sum over dim 1 of values BF16 [M, top_k, H] * weights FP32 [M, top_k], one slot at a time to bound the scratch."""
-    total = values[:, 0] * weights[:, :1]
-    for slot in range(1, values.shape[1]):
-        total.add_(values[:, slot] * weights[:, slot : slot + 1])
-    return total.to(values.dtype) if out is None else out.copy_(total)
+    """FP32 sum over dim 1 of values BF16 [M, top_k, H] * weights FP32 [M, top_k]; some tokens at a time to bound the scratch."""
+    tokens, top_k, hidden = values.shape
+    result = values.new_empty((tokens, hidden)) if out is None else out
+    at_once = max(1, _SUM_SCRATCH // (4 * top_k * hidden))
+    for first in range(0, tokens, at_once):
+        part = slice(first, first + at_once)
+        result[part] = (values[part] * weights[part].unsqueeze(-1)).sum(dim=1)
+    return result

@@ -117,40 +117,49 @@ RowContract = IndexedRows | ContiguousRows | MaskedRows
 
 
 # ---- routing from router ids ------------------------------------------------------------------------------------------------
+#
+# A decode layer is captured in a graph, where every torch operation costs a few microseconds: one sort, and as little around
+# it as will do.
 
 
-def _local_experts(topk_ids: Tensor, num_experts: int, expert_map: Tensor | None) -> Tensor:
-    """Flat int64 expert ids [M * top_k] on this rank; num_experts stands for 'none of ours'."""
+def local_experts(topk_ids: Tensor, num_experts: int, expert_map: Tensor | None = None) -> Tensor:
+    """Expert ids [M, top_k] on this rank as int64; num_experts stands for 'none of ours' (negative, too large, remote)."""
     if topk_ids.ndim != 2:
         raise FormatError(f"topk_ids is {list(topk_ids.shape)}; give [M, top_k]")
     if topk_ids.dtype not in (torch.int32, torch.int64, torch.uint32):
         raise FormatError(f"topk_ids is {topk_ids.dtype}; give int32, int64 or uint32")
-    flat = topk_ids.reshape(-1).to(torch.int64)
+    ids = topk_ids.to(torch.int64)
     if expert_map is not None:
-        known = (flat >= 0) & (flat < expert_map.numel())
-        flat = torch.where(known, expert_map.to(torch.int64)[flat.clamp(0, expert_map.numel() - 1)], -1)
-    return torch.where((flat >= 0) & (flat < num_experts), flat, num_experts)
+        known = (ids >= 0) & (ids < expert_map.numel())
+        ids = torch.where(known, expert_map.to(torch.int64)[ids.clamp(0, expert_map.numel() - 1)], -1)
+    # -1 and num_experts, the two ends of the clamp, are both num_experts modulo num_experts + 1.
+    return ids.clamp(-1, num_experts).remainder(num_experts + 1)
 
 
-def _ranks(local: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """For each flat id its rank among the ids of its expert, in id order; and the count of each expert."""
-    order = torch.argsort(local, stable=True)
-    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=local.device)
-    counts.scatter_add_(0, local, torch.ones_like(local))
-    starts = counts.cumsum(0) - counts
-    ranks = torch.empty_like(local)
-    ranks[order] = torch.arange(local.numel(), device=local.device) - starts[local[order]]
-    return ranks, counts[:num_experts]
+@dataclass(frozen=True, eq=False)
+class _Grouped:
+    """Flat ids sorted by local expert, in id order within one; 'none of ours' comes last."""
 
+    ids: Tensor  # int64 [M * top_k]
+    experts: Tensor  # int64 [M * top_k]
+    starts: Tensor  # int64 [E + 1], of each expert among `ids`
+    positions: Tensor  # int64 [M * top_k], 0, 1, 2, ...
 
-def _padded_slots(local: Tensor, num_experts: int, alignment: int, capacity: int) -> tuple[Tensor, Tensor]:
-    """The slot of each flat id when every expert is padded to `alignment` (capacity: dropped); running padded ends."""
-    ranks, counts = _ranks(local, num_experts)
-    padded = (counts + alignment - 1) // alignment * alignment
-    ends = padded.cumsum(0)
-    starts = torch.cat([ends - padded, torch.full((1,), capacity, device=local.device)])
-    slots = torch.where(local < num_experts, starts[local] + ranks, capacity)
-    return slots, ends
+    @classmethod
+    def of(cls, local: Tensor, num_experts: int) -> _Grouped:
+        experts, ids = torch.sort(local.reshape(-1), stable=True)
+        starts = torch.searchsorted(experts, torch.arange(num_experts + 1, device=local.device))
+        return cls(ids, experts, starts, torch.arange(ids.numel(), device=local.device))
+
+    def padded(self, alignment: int) -> tuple[Tensor, Tensor]:
+        """The slot of each sorted id when every expert is padded to `alignment`, and the padded ends int64 [E].
+
+        Slots of 'none of ours' follow the last padded end.
+        """
+        counts = self.starts[1:] - self.starts[:-1]
+        ends = ((counts + (alignment - 1)) // alignment * alignment).cumsum(0)
+        shifts = torch.nn.functional.pad(ends, (1, 0)) - self.starts
+        return self.positions + shifts[self.experts], ends
 
 
 def padded_capacity(ids: int, num_experts: int, alignment: int) -> int:
@@ -163,21 +172,24 @@ def align_indexed(topk_ids: Tensor, num_experts: int, block_rows: int, expert_ma
     """Group router ids [M, top_k] by expert in blocks of `block_rows`.
 
     num_experts counts the experts of this rank. expert_map [global experts] gives a global id's local one, or -1. Ids that
-    are negative, too large or remote are dropped: their output rows stay untouched.
+    are negative, too large or remote are dropped: their output rows stay untouched. What the buffers hold beyond
+    num_tokens_padded is not specified.
     """
-    local = _local_experts(topk_ids, num_experts, expert_map)
-    capacity = padded_capacity(local.numel(), num_experts, block_rows)
-    slots, ends = _padded_slots(local, num_experts, block_rows, capacity)
-    device = topk_ids.device
-    sorted_ids = torch.full((capacity + 1,), local.numel(), dtype=torch.int32, device=device)
-    sorted_ids[slots] = torch.arange(local.numel(), dtype=torch.int32, device=device)
-    block_starts = torch.arange(0, capacity, block_rows, device=device)
-    expert_ids = torch.searchsorted(ends, block_starts, right=True)
-    expert_ids = torch.where(expert_ids < num_experts, expert_ids, -1)
-    total = ends[-1:] if num_experts else torch.zeros(1, device=device)
-    return IndexedRows(
-        sorted_ids[:capacity], expert_ids.to(torch.int32), total.to(torch.int32), top_k=topk_ids.shape[1], block_rows=block_rows
-    )
+    return align_local(local_experts(topk_ids, num_experts, expert_map), num_experts, block_rows)
+
+
+def align_local(local: Tensor, num_experts: int, block_rows: int) -> IndexedRows:
+    """`align_indexed` of ids that went through `local_experts`."""
+    count = local.numel()
+    capacity = padded_capacity(count, num_experts, block_rows)
+    grouped = _Grouped.of(local, num_experts)
+    slots, ends = grouped.padded(block_rows)
+    # Slots of dropped ids reach at most `count` beyond the padded ends.
+    sorted_ids = torch.full((capacity + count,), count, dtype=torch.int32, device=local.device)
+    sorted_ids[slots] = grouped.ids.to(torch.int32)
+    block_starts = torch.arange(0, capacity, block_rows, device=local.device)
+    expert_ids = torch.searchsorted(ends, block_starts, right=True, out_int32=True)
+    return IndexedRows(sorted_ids[:capacity], expert_ids, ends[-1:].to(torch.int32), top_k=local.shape[1], block_rows=block_rows)
 
 
 def align_contiguous(
@@ -187,15 +199,16 @@ def align_contiguous(
 
     Returns the contract and row_ids int32 [m]: the id (token * top_k + slot) of each row, -1 for padding.
     """
-    local = _local_experts(topk_ids, num_experts, expert_map)
-    capacity = padded_capacity(local.numel(), num_experts, alignment)
-    slots, _ = _padded_slots(local, num_experts, alignment, capacity)
-    device = topk_ids.device
-    m_indices = torch.full((capacity + 1,), -1, dtype=torch.int32, device=device)
-    row_ids = torch.full((capacity + 1,), -1, dtype=torch.int32, device=device)
-    kept = local < num_experts
-    m_indices[slots] = torch.where(kept, local, -1).to(torch.int32)
-    row_ids[slots] = torch.where(kept, torch.arange(local.numel(), device=device), -1).to(torch.int32)
+    local = local_experts(topk_ids, num_experts, expert_map)
+    count = local.numel()
+    capacity = padded_capacity(count, num_experts, alignment)
+    grouped = _Grouped.of(local, num_experts)
+    slots, _ = grouped.padded(alignment)
+    ours = grouped.experts < num_experts
+    m_indices = torch.full((capacity + count,), -1, dtype=torch.int32, device=topk_ids.device)
+    row_ids = torch.full((capacity + count,), -1, dtype=torch.int32, device=topk_ids.device)
+    m_indices[slots] = torch.where(ours, grouped.experts, -1).to(torch.int32)
+    row_ids[slots] = torch.where(ours, grouped.ids, -1).to(torch.int32)
     return ContiguousRows(m_indices[:capacity], alignment), row_ids[:capacity]
 
 
@@ -206,15 +219,15 @@ def align_masked(topk_ids: Tensor, num_experts: int, max_m: int, expert_map: Ten
     """
     if max_m < 1 or num_experts * max_m > _INT32_MAX:
         raise FormatError(f"max_m = {max_m} with {num_experts} experts; give 1 <= max_m and E * max_m < 2**31")
-    local = _local_experts(topk_ids, num_experts, expert_map)
-    ranks, counts = _ranks(local, num_experts)
+    grouped = _Grouped.of(local_experts(topk_ids, num_experts, expert_map), num_experts)
+    ranks = grouped.positions - grouped.starts[grouped.experts]
     capacity = num_experts * max_m
-    kept = (local < num_experts) & (ranks < max_m)
-    slots = torch.where(kept, local * max_m + ranks, capacity)
+    kept = (grouped.experts < num_experts) & (ranks < max_m)
     row_ids = torch.full((capacity + 1,), -1, dtype=torch.int32, device=topk_ids.device)
-    row_ids[slots] = torch.where(kept, torch.arange(local.numel(), device=topk_ids.device), -1).to(torch.int32)
-    expected = -(-local.numel() // max(num_experts, 1))
-    return MaskedRows(counts.clamp(max=max_m).to(torch.int32), expected), row_ids[:capacity]
+    slots = torch.where(kept, grouped.experts * max_m + ranks, capacity)
+    row_ids[slots] = torch.where(kept, grouped.ids, -1).to(torch.int32)
+    counts = (grouped.starts[1:] - grouped.starts[:-1]).clamp(max=max_m).to(torch.int32)
+    return MaskedRows(counts, -(-topk_ids.numel() // max(num_experts, 1))), row_ids[:capacity]
 
 
 # ---- which row is which, for the reference and for validation ---------------------------------------------------------------
