@@ -17,7 +17,8 @@ $(STAMP): pyproject.toml
 	touch $@
 
 demo: $(STAMP)
-	$(BIN)/chord demo
+	$(BIN)/python examples/write_checkpoint.py build/demo-checkpoint
+	$(BIN)/chord run build/demo-checkpoint
 
 test: $(STAMP)
 	$(BIN)/ruff check .

@@ -59,9 +59,11 @@ def run(
     phase: Annotated[str, typer.Option(help="decode or prefill.")] = "decode",
     tokens: Annotated[Optional[int], typer.Option(help="Tokens; several usual counts by default.")] = None,  # noqa: UP045
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    out: Annotated[Optional[Path], typer.Option(help="Write a result file (GPU only).")] = None,
+    commit: Annotated[Optional[str], typer.Option(help="Commit to record where there is no git checkout.")] = None,
 ) -> None:
     """Run one INT4 MoE layer, check it against FP64 and time it."""
-    from .bench import layer_run
+    from .bench import layer_run, report
 
     if (checkpoint is None) == (shape is None):
         raise FormatError("give either a checkpoint folder or --shape")
@@ -72,7 +74,10 @@ def run(
         layer_run.from_checkpoint(checkpoint, layer, where) if checkpoint else layer_run.from_shape(shape, _shape(shape), where)
     )
     counts = (tokens,) if tokens is not None else layer_run.TOKENS[phase]
-    _console().print(layer_run.table(title, layer_run.run(moe, top_k, counts)))
+    rows = list(layer_run.run(moe, top_k, counts))
+    _console().print(layer_run.table(title, rows))
+    if out and where == "cuda":
+        report.write_json(out, report.result_file([row.as_result(title) for row in rows], commit_id=commit))
 
 
 @app.command()

@@ -42,6 +42,21 @@ class LayerRow:
     def floor_us(self) -> float:
         return max(self.bytes_moved / READ_GBS / 1e3, self.flops / TENSOR_TFLOPS / 1e6)
 
+    def as_result(self, case: str) -> dict[str, Any]:
+        """A whole-layer row of a result file: one layer, replayed from a graph after an L2 flush."""
+        return {
+            "case": f"layer {case}",
+            "tokens": self.tokens,
+            "us_per_layer": round(self.us, 2),
+            "floor_us": round(self.floor_us, 2),
+            "numerics": self.numerics,
+            "error": self.error,
+            "error_to_unrounded_weights": self.unrounded,
+            "method": "cold",
+            "layers_rotated": 1,
+            "routing": "uniform",
+        }
+
 
 def pick_device(name: str) -> str:
     if name == "auto":
