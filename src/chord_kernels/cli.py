@@ -59,8 +59,8 @@ def run(
     phase: Annotated[str, typer.Option(help="decode or prefill.")] = "decode",
     tokens: Annotated[Optional[int], typer.Option(help="Tokens; several usual counts by default.")] = None,  # noqa: UP045
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
-    out: Annotated[Optional[Path], typer.Option(help="Write a result file (GPU only).")] = None,
-    commit: Annotated[Optional[str], typer.Option(help="Commit to record where there is no git checkout.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write a result file (GPU only).")] = None,
+    commit: Annotated[str | None, typer.Option(help="Commit to record where there is no git checkout.")] = None,
 ) -> None:
     """Run one INT4 MoE layer, check it against FP64 and time it."""
     from .bench import layer_run, report
