@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import reference
+from .. import ops, reference
 from ..checkpoint import Checkpoint
-from ..errors import FormatError
+from ..errors import FormatError, UnsupportedError
 from ..layer import MoELayer
 from . import timing
 from .suites import READ_GBS, TENSOR_TFLOPS, TOP_K, random_weight
@@ -86,6 +86,9 @@ def from_shape(name: str, shape: tuple[int, int, int], device: str) -> tuple[str
 def run(moe: MoELayer, top_k: int, token_counts: Iterable[int]) -> Iterator[LayerRow]:
     """Uniform routing, fresh inputs; every row's output is checked before its time is given."""
     device = moe.gate_up.device
+    for weight, epilogue in ((moe.gate_up, "swiglu"), (moe.down, "store")):
+        if reason := ops.why_not_here(weight, "indexed", epilogue):
+            raise UnsupportedError(reason)
     moe.warmup()
     for tokens in token_counts:
         generator = torch.Generator(device).manual_seed(tokens)
