@@ -33,6 +33,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_shipped_kernel_compiles_without_a_fault(arch: str) -> None:
     """No spills, no stack frame, no serialised wgmma."""
+    import cuda.core  # noqa: F401  as build_all does: its first import must not happen in several threads at once
+
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         reports = list(pool.map(lambda plan: (plan.name, compiler.compile_uncached(plan)), shipped(arch)))
     assert {name: report.fault for name, (_, report) in reports if report.fault} == {}
@@ -124,6 +126,20 @@ def test_a_killed_build_leaves_no_entry(cache: Path) -> None:
     assert len(compiler.cubin(SMALL)) > 0
     assert compiler.clear_cache() > 0
     assert compiler.cache_entries() == []
+
+
+def test_build_all_in_a_fresh_process_imports_safely(cache: Path) -> None:
+    """The first import of cuda.core fails when several threads do it at once."""
+    program = BUILD.replace(
+        "print(len(compiler.cubin(SMALL)))",
+        """
+from dataclasses import replace
+plans = [replace(SMALL, stages=stages) for stages in range(2, 8)]
+compiler.build_all(plans, workers=6)
+assert all(map(compiler.is_cached, plans))
+""",
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
 def test_build_all_reports_each_kernel(cache: Path) -> None:
