@@ -168,7 +168,8 @@ def result_file(rows: list[Row], *, commit_id: str | None = None) -> dict[str, A
         "date": datetime.date.today().isoformat(),
         "versions": versions(),
         "commit": commit_id or commit(),
-        "command": "chord " + shlex.join(sys.argv[1:]),
+        # A result is the same wherever it was written: names of files, not their folders.
+        "command": "chord " + shlex.join(Path(word).name if word.startswith("/") else word for word in sys.argv[1:]),
         "rows": rows,
     }
 
