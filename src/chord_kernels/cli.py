@@ -88,8 +88,11 @@ def plan(
     contract: Annotated[str, typer.Option(help="indexed, contiguous or masked.")] = "indexed",
     arch: Annotated[str, typer.Option(help="Architecture to plan for.")] = "sm_90a",
     sm_count: Annotated[int, typer.Option(help="Its SM count.")] = 132,
+    as_json: Annotated[bool, typer.Option("--json", help="Every field of the plans instead, one JSON object a line.")] = False,
 ) -> None:
     """Show which kernels a layer would use, and why."""
+    import json
+
     from .plan import Problem, explain, make_plan
     from .settings import schedule_pins
 
@@ -98,6 +101,9 @@ def plan(
     for stage, epilogue, n, k in (("gate_up", "swiglu", 2 * inter, hidden), ("down", "store", hidden, inter)):
         problem = Problem(arch, sm_count, contract, epilogue, stage == "gate_up", experts, n, k, rows=tokens * top_k)
         chosen = make_plan(problem, schedule_pins())
+        if as_json:
+            print(json.dumps({"stage": stage, **chosen.describe()}))
+            continue
         console.print(f"[bold]{stage}[/bold] N {n} K {k}: {chosen.name}")
         for line in explain(problem, chosen):
             console.print(f"  - {line}")

@@ -51,6 +51,14 @@ def test_plan_explains() -> None:
     assert "rows an expert" in output
 
 
+def test_plan_as_json_has_every_field() -> None:
+    import json
+
+    plans = [json.loads(line) for line in chord("plan", "--json").splitlines()]
+    assert [plan["stage"] for plan in plans] == ["gate_up", "down"]
+    assert all(plan["smem_bytes"] <= 232_448 and plan["block_rows"] == 8 for plan in plans)
+
+
 def test_compile_fills_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHORD_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr("chord_kernels.plan.BLOCK_ROWS", (8,))

@@ -14,7 +14,8 @@ from support import ROOT, SOURCES
 
 DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 MODULES = ("weights", "ops", "layer")
-RESULT_ROWS = [row for path in sorted((ROOT / "benchmarks/results").glob("*.json")) for row in json.loads(path.read_text())["rows"]]
+RESULTS = ROOT / "benchmarks" / "results"
+RESULT_ROWS = [row for path in sorted(RESULTS.glob("*.json")) for row in json.loads(path.read_text())["rows"]]
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -49,3 +50,35 @@ def test_the_readme_table_is_the_result_files() -> None:
     for section, point, us in rows:
         parts = {row["stage"]: row["us"] for row in RESULT_ROWS if row.get("section") == section and row["point"] == int(point)}
         assert float(us) == pytest.approx(parts["gate_up"] + parts["down"], abs=0.6)
+
+
+def test_the_readmes_small_batches_are_the_result_files() -> None:
+    rows = re.findall(r"^\| (int4-[\w-]+) \| (\d+) \| ([\d.]+) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    measured = {(row["case"], row["tokens"]): row["us_per_layer"] for row in RESULT_ROWS if "case" in row}
+    assert rows
+    for case, tokens, us in rows:
+        assert float(us) == pytest.approx(measured[case, int(tokens)], abs=0.06)
+
+
+def test_the_live_comparison_is_the_result_files() -> None:
+    """docs/performance.md: rows `| decode 1 | ours | humming | ratio |`, both sums of one process."""
+    text = (ROOT / "docs" / "performance.md").read_text()
+    rows = re.findall(r"^\| (\w+) (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", text, re.MULTILINE)
+    assert rows
+    for section, point, us, humming, ratio in rows:
+        pair = [row for row in RESULT_ROWS if "humming_us" in row and (row["section"], row["point"]) == (section, int(point))]
+        assert {row["stage"] for row in pair} == {"gate_up", "down"}
+        ours, theirs = (sum(row[name] for row in pair) for name in ("us", "humming_us"))
+        assert float(us) == pytest.approx(ours, abs=0.06)
+        assert float(humming) == pytest.approx(theirs, abs=0.06)
+        assert float(ratio) == pytest.approx(theirs / ours, abs=0.006)
+
+
+def test_the_layer_table_is_what_chord_run_printed() -> None:
+    text = (ROOT / "docs" / "performance.md").read_text()
+    printed = (RESULTS / "2026-11-29-h200-chord-run.txt").read_text()
+    rows = re.findall(r"^\| kimi-k2-\w+ \| (\d+) \| (exact|bf16) \| (\d+) \|", text, re.MULTILINE)
+    measured = {(int(t), n, round(float(us))) for t, n, us in re.findall(r"│\s+(\d+) │ (exact|bf16)\s+│\s+([\d.]+) │", printed)}
+    assert rows
+    for tokens, numerics, us in rows:
+        assert (int(tokens), numerics, int(us)) in measured

@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 
-from support import RECORD, sources_digest
+from support import RECORD, ROOT, sources_digest
 
 
 def test_the_gpu_record_is_of_these_sources() -> None:
@@ -14,4 +17,12 @@ def test_the_gpu_record_is_of_these_sources() -> None:
     assert record["passed"] > 0
     assert record["failed"] == 0
     assert record["skipped"] <= 1, "only the test for two GPUs may be skipped"
-    assert "H" in record["card"]
+    assert re.search(r"H\d+", record["card"])
+
+
+def test_the_gpu_record_covers_every_gpu_test() -> None:
+    """A partial run, or tests added since, cannot pass for the whole suite."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "--quiet", "-p", "no:cacheprovider", "tests/gpu"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    record = json.loads(RECORD.read_text())
+    assert record["passed"] + record["skipped"] == sum("::" in line for line in listed.splitlines())

@@ -6,6 +6,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,9 +30,10 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     options = session.config.option
-    whole = not (options.keyword or options.markexpr or any("::" in argument for argument in session.config.args))
+    selected = options.keyword or options.markexpr or getattr(options, "deselect", None) or getattr(options, "lf", False)
+    whole = [Path(argument).resolve() for argument in session.config.args] == [Path(__file__).parent]
     is_worker = hasattr(session.config, "workerinput")
-    if not HOPPER or is_worker or not whole or not any("gpu" in argument for argument in session.config.args):
+    if not HOPPER or is_worker or selected or not whole:
         return
     from chord_kernels.bench.report import versions
 

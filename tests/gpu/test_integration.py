@@ -131,7 +131,7 @@ def test_warmup_loads_what_every_batch_needs() -> None:
     assert len(launch._loaded) == before
 
 
-def test_26_a_cubin_is_for_this_architecture_alone() -> None:
+def test_26_kernels_are_for_the_architecture_of_the_device() -> None:
     from chord_kernels.ops import device_arch
     from chord_kernels.plan import ARCHITECTURES
 

@@ -23,7 +23,6 @@ class HummingPeer:
     def __init__(self, experts: int, n: int, k: int) -> None:
         from humming.layer import HummingLayer
 
-        self._experts = experts
         layer = HummingLayer(
             shape_n=n,
             shape_k=k,
