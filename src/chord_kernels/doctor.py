@@ -10,7 +10,7 @@ import torch
 
 from . import __version__, settings
 from .errors import ChordError
-from .plan import CONTRACTS, EPILOGUES, SHIPPED_SHAPES, Problem, why_not
+from .plan import CONTRACTS, EPILOGUES, NEVER_RUN, SHIPPED_SHAPES, Problem, why_not
 
 _PACKAGES = (
     "torch",
@@ -86,5 +86,5 @@ def support() -> list[tuple[str, str, str]]:
     for contract in CONTRACTS:
         for epilogue in EPILOGUES:
             reason = why_not(Problem(arch, sm_count, contract, epilogue, True, experts, 2 * inter, hidden, rows=experts))
-            answers.append((contract, epilogue, reason or "yes"))
+            answers.append((contract, epilogue, reason or ("compiled, never run on this family" if arch in NEVER_RUN else "yes")))
     return answers

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import ops
 from .errors import FormatError, UnsupportedError
-from .plan import block_rows_for, buckets, numerics_for
+from .plan import buckets, numerics_for
 from .progress import progress
 from .rows import IndexedRows, align_local, local_experts
 from .weights import PackedWeight
@@ -97,11 +97,11 @@ class MoELayer:
         block_rows, experts = self._block_rows(tokens, top_k), self.gate_up.experts
         local = local_experts(topk_ids, experts, self.expert_map)
         routing = align_local(local, experts, block_rows)
-        hidden = ops.indexed(x.contiguous(), self.gate_up, routing, epilogue="swiglu")
         # Dropped ids leave their rows unwritten: zeros there, so that they add 0 whatever the memory held.
         values = x.new_zeros((tokens * top_k, self.hidden))
+        hidden = ops.indexed(x.contiguous(), self.gate_up, routing, epilogue="swiglu")
         by_row = IndexedRows(routing.sorted_ids, routing.expert_ids, routing.num_tokens_padded, top_k=1, block_rows=block_rows)
-        ops.indexed(hidden, self.down, by_row, out=values, dependent_launch=True)
+        ops.indexed(hidden, self.down, by_row, out=values, dependent_launch="weights_first")
         weights = torch.where(local < experts, topk_weights.to(torch.float32), 0.0)
         return _weighted_sum(values.view(tokens, top_k, -1), weights, out)
 
@@ -112,7 +112,7 @@ class MoELayer:
         return numerics_for(self._block_rows(tokens, top_k))
 
     def _block_rows(self, tokens: int, top_k: int) -> int:
-        return block_rows_for(tokens * top_k / self.gate_up.experts)
+        return ops.block_rows_on(self.gate_up.device, tokens * top_k / self.gate_up.experts)
 
     def warmup(self) -> int:
         """Compile and load every kernel that any batch can need on the weights' device; returns how many."""

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from . import reference, rows, settings
 from .errors import FormatError, UnsupportedError
-from .plan import Plan, Problem, make_plan, why_not
+from .kernels import Plan
+from .plan import TILE_ARCHITECTURES, Problem, block_rows_for, make_plan, why_not
 from .rows import ContiguousRows, IndexedRows, MaskedRows, RowContract
 from .weights import PackedWeight
 
 _library = torch.library.Library("chord_kernels", "DEF")
-_COMMON = "Tensor x, Tensor weight, bool paired, str epilogue, str dequant, bool dependent"
+_COMMON = "Tensor x, Tensor weight, bool paired, str epilogue, str dequant, int dependence"
 _library.define(
     f"w4a16_indexed({_COMMON}, Tensor sorted_ids, Tensor expert_ids, Tensor num_tokens_padded, int top_k, int block_rows, "
     "Tensor(a!) out) -> ()"
@@ -37,7 +38,7 @@ def indexed(
     dequant: str = "auto",
     out: Tensor | None = None,
     validate: bool = False,
-    dependent_launch: bool = False,
+    dependent_launch: bool | str = False,
 ) -> Tensor:
     """Rows of x picked by id: out[id] = x[id // top_k] @ weight[expert].T.
 
@@ -45,7 +46,9 @@ def indexed(
     (silu(gate) * up in FP32, one rounding; needs a weight packed with gate_up=True). Only rows named by sorted_ids are
     written. dequant: "exact" (no weight is rounded), "bf16" (weight = RN_bf16((code - 8) * scale)) or "auto": exact for
     blocks of up to 32 rows, bf16 above. validate checks the routing's values, with a synchronisation.
-    dependent_launch sets programmatic dependent launch. Raises FormatError, UnsupportedError, CompileError.
+    dependent_launch: programmatic dependent launch. True: the kernel may be scheduled while the one before it on the stream
+    ends, and waits for it before its first read; "weights_first": the one before it writes no routing, so routing is read and
+    weights are copied before that wait. Raises FormatError, UnsupportedError, CompileError.
 
     >>> import torch, chord_kernels as chord
     >>> codes = torch.randint(0, 16, (4, 64, 64), dtype=torch.uint8)
@@ -57,7 +60,7 @@ def indexed(
     x, out = _prepare(x, weight, routing, x.shape[0] * routing.top_k, epilogue, out, validate)
     if out.shape[0]:
         _ops.w4a16_indexed(
-            x, weight.data, weight.paired, epilogue, dequant, dependent_launch, routing.sorted_ids, routing.expert_ids,
+            x, weight.data, weight.paired, epilogue, dequant, _dependence(dependent_launch), routing.sorted_ids, routing.expert_ids,
             routing.num_tokens_padded, routing.top_k, routing.block_rows, out,
         )  # fmt: skip
     return out
@@ -72,7 +75,7 @@ def contiguous(
     dequant: str = "auto",
     out: Tensor | None = None,
     validate: bool = False,
-    dependent_launch: bool = False,
+    dependent_launch: bool | str = False,
 ) -> Tensor:
     """Rows of x grouped by expert: out[i] = x[i] @ weight[m_indices[i]].T; rows of -1 are not read and not written.
 
@@ -83,7 +86,9 @@ def contiguous(
         raise FormatError(f"m_indices has {routing.m_indices.numel()} entries for x with {x.shape[0]} rows; it names every row's expert")
     x, out = _prepare(x, weight, routing, x.shape[0], epilogue, out, validate)
     if out.shape[0]:
-        _ops.w4a16_contiguous(x, weight.data, weight.paired, epilogue, dequant, dependent_launch, routing.m_indices, routing.alignment, out)
+        _ops.w4a16_contiguous(
+            x, weight.data, weight.paired, epilogue, dequant, _dependence(dependent_launch), routing.m_indices, routing.alignment, out
+        )
     return out
 
 
@@ -96,7 +101,7 @@ def masked(
     dequant: str = "auto",
     out: Tensor | None = None,
     validate: bool = False,
-    dependent_launch: bool = False,
+    dependent_launch: bool | str = False,
 ) -> Tensor:
     """Leading rows of each expert: out[e, i] = x[e, i] @ weight[e].T for i < masked_m[e].
 
@@ -112,8 +117,19 @@ def masked(
         raise FormatError(f"x has {x.shape[0]} rows, not a multiple of {weight.experts} experts; give [E * max_m, K]")
     x, out = _prepare(x, weight, routing, x.shape[0], epilogue, out, validate)
     if out.shape[0]:
-        _ops.w4a16_masked(x, weight.data, weight.paired, epilogue, dequant, dependent_launch, routing.masked_m, routing.expected_m, out)
+        _ops.w4a16_masked(
+            x, weight.data, weight.paired, epilogue, dequant, _dependence(dependent_launch), routing.masked_m, routing.expected_m, out
+        )
     return out
+
+
+_DEPENDENCE = {False: 0, True: 1, "weights_first": 2}
+
+
+def _dependence(dependent_launch: bool | str) -> int:
+    if dependent_launch not in _DEPENDENCE:
+        raise FormatError(f"dependent_launch {dependent_launch!r}; give False, True or 'weights_first'")
+    return _DEPENDENCE[dependent_launch]
 
 
 def _prepare(
@@ -153,6 +169,11 @@ def device_arch(device: int) -> tuple[str, int]:
     return f"sm_{properties.major}{properties.minor}{'a' if properties.major >= 9 else ''}", properties.multi_processor_count
 
 
+def block_rows_on(device: torch.device, rows_per_expert: float) -> int:
+    """Token rows a block of the plan for this many on average; what to align indexed routing to. CPU tensors take any."""
+    return block_rows_for(rows_per_expert, device_arch(device.index)[0] if device.type == "cuda" else TILE_ARCHITECTURES[0])
+
+
 def why_not_here(weight: PackedWeight, contract: str, epilogue: str = "store") -> str | None:
     """Why this op cannot run on the weight's device; None where it can. CPU always can."""
     if weight.device.type == "cpu":
@@ -164,7 +185,7 @@ def why_not_here(weight: PackedWeight, contract: str, epilogue: str = "store") -
 
 
 @lru_cache(maxsize=4096)
-def _plan(problem: Problem, pins: tuple[tuple[str, int], ...]) -> Plan:
+def _plan(problem: Problem, pins: tuple[tuple[str, int | str], ...]) -> Plan:
     return make_plan(problem, dict(pins))
 
 
@@ -192,7 +213,7 @@ def _launch(
     limit: int,
     blocks: int,
     top_k: int,
-    dependent: bool,
+    dependence: int,
 ) -> None:
     """blocks: the most blocks there can be; the kernel reads the true number on the device."""
     from .jit.launch import load
@@ -206,52 +227,52 @@ def _launch(
     with torch.cuda.device(index):
         kernel = load(plan, index, capturing=torch.cuda.is_current_stream_capturing)
         addresses = (x.data_ptr(), weight.data_ptr(), out.data_ptr(), *(0 if t is None else t.data_ptr() for t in routing))
-        scalars = (problem.n // 64, problem.k // 64, limit, blocks, top_k, problem.experts)
-        kernel.launch(torch.cuda.current_stream(index).cuda_stream, grid, addresses + scalars, dependent=dependent)
+        scalars = (problem.n // 64, problem.k // 64, int(dependence == _DEPENDENCE["weights_first"]), limit, blocks, top_k, problem.experts)
+        kernel.launch(torch.cuda.current_stream(index).cuda_stream, grid, addresses + scalars, dependent=dependence != 0)
 
 
 def _indexed_cuda(
-    x: Tensor, weight: Tensor, paired: bool, epilogue: str, dequant: str, dependent: bool, sorted_ids: Tensor,
+    x: Tensor, weight: Tensor, paired: bool, epilogue: str, dequant: str, dependence: int, sorted_ids: Tensor,
     expert_ids: Tensor, num_tokens_padded: Tensor, top_k: int, block_rows: int, out: Tensor,
 ) -> None:  # fmt: skip
     problem = _problem(x, weight, paired, epilogue, dequant, "indexed", out.shape[0], block_rows=block_rows)
     blocks = min(sorted_ids.numel() // block_rows, expert_ids.numel())
-    _launch(problem, x, weight, out, (sorted_ids, expert_ids, num_tokens_padded), out.shape[0], blocks, top_k, dependent)
+    _launch(problem, x, weight, out, (sorted_ids, expert_ids, num_tokens_padded), out.shape[0], blocks, top_k, dependence)
 
 
 def _contiguous_cuda(
-    x: Tensor, weight: Tensor, paired: bool, epilogue: str, dequant: str, dependent: bool, m_indices: Tensor, alignment: int,
+    x: Tensor, weight: Tensor, paired: bool, epilogue: str, dequant: str, dependence: int, m_indices: Tensor, alignment: int,
     out: Tensor,
 ) -> None:  # fmt: skip
     problem = _problem(x, weight, paired, epilogue, dequant, "contiguous", x.shape[0], alignment=alignment)
     blocks = -(-x.shape[0] // plan_of(problem).block_rows)
-    _launch(problem, x, weight, out, (m_indices, None, None), x.shape[0], blocks, 1, dependent)
+    _launch(problem, x, weight, out, (m_indices, None, None), x.shape[0], blocks, 1, dependence)
 
 
 def _masked_cuda(
-    x: Tensor, weight: Tensor, paired: bool, epilogue: str, dequant: str, dependent: bool, masked_m: Tensor, expected_m: int,
+    x: Tensor, weight: Tensor, paired: bool, epilogue: str, dequant: str, dependence: int, masked_m: Tensor, expected_m: int,
     out: Tensor,
 ) -> None:  # fmt: skip
     experts = weight.shape[0]
     max_m = x.shape[0] // experts
     problem = _problem(x, weight, paired, epilogue, dequant, "masked", experts * min(expected_m, max_m))
     blocks = experts * -(-max_m // plan_of(problem).block_rows)
-    _launch(problem, x, weight, out, (None, None, masked_m), max_m, blocks, 1, dependent)
+    _launch(problem, x, weight, out, (None, None, masked_m), max_m, blocks, 1, dependence)
 
 
 def _reference(x: Tensor, weight: Tensor, paired: bool, epilogue: str, dequant: str, routing: RowContract, out: Tensor) -> None:
     reference.grouped(x, PackedWeight(weight, paired), routing, out, epilogue=epilogue, dequant="exact" if dequant == "auto" else dequant)
 
 
-def _indexed_cpu(x, weight, paired, epilogue, dequant, dependent, sorted_ids, expert_ids, padded, top_k, block_rows, out):
+def _indexed_cpu(x, weight, paired, epilogue, dequant, dependence, sorted_ids, expert_ids, padded, top_k, block_rows, out):
     _reference(x, weight, paired, epilogue, dequant, IndexedRows(sorted_ids, expert_ids, padded, top_k, block_rows), out)
 
 
-def _contiguous_cpu(x, weight, paired, epilogue, dequant, dependent, m_indices, alignment, out):
+def _contiguous_cpu(x, weight, paired, epilogue, dequant, dependence, m_indices, alignment, out):
     _reference(x, weight, paired, epilogue, dequant, ContiguousRows(m_indices, alignment), out)
 
 
-def _masked_cpu(x, weight, paired, epilogue, dequant, dependent, masked_m, expected_m, out):
+def _masked_cpu(x, weight, paired, epilogue, dequant, dependence, masked_m, expected_m, out):
     _reference(x, weight, paired, epilogue, dequant, MaskedRows(masked_m, expected_m), out)
 
 

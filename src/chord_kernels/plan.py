@@ -8,25 +8,29 @@ and answers with a reason; ops, CLI, layer and tests all ask it. `buckets` lists
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from .errors import UnsupportedError
+from .kernels import (
+    BLOCK_ROWS,
+    EXACT_BLOCK_ROWS,
+    MAX_STAGES,
+    SMEM_LIMIT,
+    STREAM_BLOCK_ROWS,
+    TILE_K,
+    TILE_ROWS,
+    Plan,
+    StreamPlan,
+    TilePlan,
+)
 
 CONTRACTS = ("indexed", "contiguous", "masked")
 EPILOGUES = ("store", "swiglu")
 NUMERICS = ("bf16", "exact")
-ARCHITECTURES = ("sm_90a",)
+TILE_ARCHITECTURES = ("sm_90a",)  # with wgmma: the tile kernels beside the stream kernels
+ARCHITECTURES = (*TILE_ARCHITECTURES, "sm_100a", "sm_103a")
+NEVER_RUN = ("sm_100a", "sm_103a")  # compiled, never run: no such card was at hand
 
-TILE_ROWS = 64  # of the packed layout, formats.W4A16
-TILE_K = 64
-TILE_BYTES = 2304
-TOKEN_BYTES = TILE_K * 2
-
-SMEM_LIMIT = 232_448  # bytes a CTA may have on Hopper
-WIDTHS_PER_KERNEL = 4  # token widths compiled into one kernel; more make ptxas serialise the wgmma
-BLOCK_ROWS = (8, 16, 32, 64, 128)
-EXACT_BLOCK_ROWS = 32  # beyond, the second set of accumulators does not fit the registers
-MAX_STAGES = 8
 INT32_MAX = 2**31 - 1
 UINT32_MAX = 2**32 - 1
 
@@ -54,95 +58,14 @@ class Problem:
         return self.rows / max(self.experts, 1)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """One compiled kernel. Every field reaches its Config struct; nothing else does."""
-
-    arch: str
-    contract: str
-    epilogue: str  # store | store_paired | swiglu
-    numerics: str
-    block_rows: int
-    row_tiles: int
-    consumer_groups: int
-    k_tiles: int
-    stages: int
-    depth: int  # k-steps of A in flight (bf16 numerics); more than this and ptxas serialises the wgmma
-
-    @property
-    def width_step(self) -> int:
-        return max(8, self.block_rows // WIDTHS_PER_KERNEL)
-
-    @property
-    def panel_tiles(self) -> int:
-        return self.row_tiles * self.consumer_groups
-
-    @property
-    def threads(self) -> int:
-        return 128 * (self.consumer_groups + 1)
-
-    @property
-    def producer_registers(self) -> int:
-        return 40
-
-    @property
-    def consumer_registers(self) -> int:
-        # The launch owns threads x (65536 / threads, in steps of 8) registers; setmaxnreg may only hand those around.
-        at_launch = 65536 // self.threads // 8 * 8
-        spare = (at_launch - self.producer_registers) // self.consumer_groups // 8 * 8
-        return min(at_launch + spare, 232)
-
-    @property
-    def staging_bytes(self) -> int:
-        """Of one token's outputs of one 64-row tile."""
-        return 64 if self.epilogue == "swiglu" else 128
-
-    @property
-    def stage_bytes(self) -> int:
-        return _align(self.k_tiles * (self.block_rows * TOKEN_BYTES + self.panel_tiles * TILE_BYTES), 1024)
-
-    @property
-    def smem_bytes(self) -> int:
-        """sizeof(Storage<Config>), which the kernel asserts."""
-        staging = self.consumer_groups * self.block_rows * (self.staging_bytes + 16)
-        bookkeeping = self.stages * (16 + 8 + 8)
-        return _align(self.stages * self.stage_bytes + _align(staging, 16) + bookkeeping, 1024)
-
-    @property
-    def name(self) -> str:
-        return (
-            f"tile_{self.contract}_{self.epilogue}_{self.numerics}_r{self.block_rows}_p{self.panel_tiles * TILE_ROWS}"
-            f"_k{self.k_tiles * TILE_K}_s{self.stages}_d{self.depth}_{self.arch}"
-        )
-
-    def describe(self) -> dict[str, object]:
-        derived = ("width_step", "panel_tiles", "threads", "stage_bytes", "smem_bytes")
-        return {"name": self.name, **asdict(self), **{field: getattr(self, field) for field in derived}}
-
-    def why_illegal(self) -> str | None:
-        """Why the kernel could not be built with these fields; None where it can."""
-        if self.block_rows not in BLOCK_ROWS:
-            return f"a block of {self.block_rows} token rows; the kernel has {', '.join(map(str, BLOCK_ROWS))}"
-        if self.numerics == "exact" and self.block_rows > EXACT_BLOCK_ROWS:
-            return f"exact numerics with blocks of {self.block_rows} rows; its second accumulators fit up to {EXACT_BLOCK_ROWS}"
-        if self.panel_tiles & (self.panel_tiles - 1):
-            return f"panels of {self.panel_tiles} weight tiles; the schedule halves them, so a power of two is needed"
-        if self.stages < 2:
-            return f"{self.stages} stages; a ring needs 2"
-        if self.smem_bytes > SMEM_LIMIT:
-            return f"{self.smem_bytes} bytes of shared memory; a CTA has {SMEM_LIMIT}"
-        return None
-
-
-def _align(value: int, to: int) -> int:
-    return -(-value // to) * to
-
-
 def why_not(problem: Problem) -> str | None:
     """Why no kernel computes this problem; None where one does."""
     p = problem
     if p.arch not in ARCHITECTURES:
-        return f"architecture {p.arch} has no kernel here; supported: {', '.join(ARCHITECTURES)} (Hopper: H100, H200, H20)"
+        return (
+            f"architecture {p.arch} has no kernel here; supported: {', '.join(ARCHITECTURES)} "
+            "(Hopper: H100, H200, H20; Blackwell: B200, B300, whose kernels were compiled and never run)"
+        )
     if p.contract not in CONTRACTS:
         return f"row contract {p.contract!r}; give one of {', '.join(CONTRACTS)}"
     if p.epilogue not in EPILOGUES:
@@ -167,15 +90,18 @@ def why_not(problem: Problem) -> str | None:
         return f"an alignment of {p.alignment} with blocks of {p.block_rows or 8} rows; a block would hold two experts"
     if p.numerics == "exact" and p.block_rows is not None and p.block_rows > EXACT_BLOCK_ROWS:
         return f"exact numerics with blocks of {p.block_rows} rows; align the routing to at most {EXACT_BLOCK_ROWS}"
+    if p.arch not in TILE_ARCHITECTURES:
+        if p.numerics == "bf16":
+            return f"bf16 numerics on {p.arch}, which only has the stream kernel; ask for exact"
+        if p.block_rows not in (None, STREAM_BLOCK_ROWS):
+            return f"blocks of {p.block_rows} rows on {p.arch}; align the routing to {STREAM_BLOCK_ROWS}"
     return None
 
 
-def block_rows_for(rows_per_expert: float) -> int:
+def block_rows_for(rows_per_expert: float, arch: str = "sm_90a") -> int:
     """Token rows a block, from the average rows an expert: wide enough that few experts need a second block."""
-    for block, average in ((8, 3.5), (32, 22.0), (64, 64.0)):
-        if rows_per_expert <= average:
-            return block
-    return 128
+    block = next((block for block, average in ((8, 4.0), (16, 10.0), (32, 22.0), (64, 64.0)) if rows_per_expert <= average), 128)
+    return block if arch in TILE_ARCHITECTURES else min(block, STREAM_BLOCK_ROWS)
 
 
 def numerics_for(block_rows: int) -> str:
@@ -186,7 +112,7 @@ def numerics_for(block_rows: int) -> str:
 def _choose_block(problem: Problem) -> int:
     if problem.block_rows is not None:
         return problem.block_rows
-    block = block_rows_for(problem.rows_per_expert)
+    block = block_rows_for(problem.rows_per_expert, problem.arch)
     if problem.numerics == "exact":
         block = min(block, EXACT_BLOCK_ROWS)
     if problem.contract == "contiguous":
@@ -195,7 +121,7 @@ def _choose_block(problem: Problem) -> int:
     return block
 
 
-def make_plan(problem: Problem, pins: Mapping[str, int] | None = None) -> Plan:
+def make_plan(problem: Problem, pins: Mapping[str, int | str] | None = None) -> Plan:
     """The plan for a problem. `pins` (settings.schedule_pins) override fields for experiments. Raises UnsupportedError."""
     if reason := why_not(problem):
         raise UnsupportedError(reason)
@@ -203,32 +129,52 @@ def make_plan(problem: Problem, pins: Mapping[str, int] | None = None) -> Plan:
     block = pins.get("block_rows", _choose_block(problem)) if problem.block_rows is None else problem.block_rows
     numerics = problem.numerics if problem.numerics != "auto" else numerics_for(block)
     epilogue = "store_paired" if problem.epilogue == "store" and problem.paired else problem.epilogue
+    plan: Plan
+    if _streams(problem, block, numerics, pins.get("kernel")):
+        plan = _legal(StreamPlan(problem.arch, problem.contract, epilogue, block, stages=pins.get("stages", 2)))
+    else:
+        plan = _tile_plan(problem, epilogue, block, numerics, pins)
+    while "stages" not in pins and plan.stages < MAX_STAGES and (more := replace(plan, stages=plan.stages + 1)).why_illegal() is None:
+        plan = more
+    return plan
+
+
+def _streams(problem: Problem, block: int, numerics: str, kernel: str | None) -> bool:
+    """Whether the stream kernel computes it: where there is no other, or where it is pinned and can."""
+    if problem.arch not in TILE_ARCHITECTURES:
+        return True
+    return kernel == "stream" and numerics == "exact" and block == STREAM_BLOCK_ROWS
+
+
+def _legal(plan: Plan) -> Plan:
+    if reason := plan.why_illegal():
+        raise UnsupportedError(f"{plan.name}: {reason}")
+    return plan
+
+
+def _tile_plan(problem: Problem, epilogue: str, block: int, numerics: str, pins: Mapping[str, int | str]) -> Plan:
     # Exact: many warps with little state hide the latency of dequantization. BF16: few warps with large tiles.
     groups, row_tiles = (4, 1) if numerics == "exact" else (2, 2)
     if "panel_rows" in pins:
         row_tiles = max(1, pins["panel_rows"] // (groups * TILE_ROWS))
     most_k_tiles = max(pins["stage_k"] // TILE_K, 1) if "stage_k" in pins else _most_k_tiles(block, numerics)
-    plan = Plan(
-        arch=problem.arch,
-        contract=problem.contract,
-        epilogue=epilogue,
-        numerics=numerics,
-        block_rows=block,
-        row_tiles=row_tiles,
-        consumer_groups=groups,
-        k_tiles=1,
-        stages=pins.get("stages", 2),
-        depth=3 if block == 64 else 2,
+    plan = _legal(
+        TilePlan(
+            arch=problem.arch,
+            contract=problem.contract,
+            epilogue=epilogue,
+            numerics=numerics,
+            block_rows=block,
+            row_tiles=row_tiles,
+            consumer_groups=groups,
+            k_tiles=1,
+            stages=pins.get("stages", 2),
+            depth=3 if block == 64 else 2,
+        )
     )
-    if reason := plan.why_illegal():
-        raise UnsupportedError(f"{plan.name}: {reason}")
-    # Long stages first: each costs a barrier round trip and, with exact numerics, a drain of the tensor cores. Then as many
-    # of them as fit.
+    # Long stages first: each costs a barrier round trip and, with exact numerics, a drain of the tensor cores.
     depths = (t for t in range(most_k_tiles, 0, -1) if problem.k // TILE_K % t == 0)
-    plan = next(longer for t in depths if (longer := replace(plan, k_tiles=t)).why_illegal() is None)
-    while "stages" not in pins and plan.stages < MAX_STAGES and (more := replace(plan, stages=plan.stages + 1)).why_illegal() is None:
-        plan = more
-    return plan
+    return next(longer for t in depths if (longer := replace(plan, k_tiles=t)).why_illegal() is None)
 
 
 def _most_k_tiles(block_rows: int, numerics: str) -> int:
@@ -239,19 +185,27 @@ def _most_k_tiles(block_rows: int, numerics: str) -> int:
 
 def explain(problem: Problem, plan: Plan) -> list[str]:
     """Why this plan, a sentence each."""
-    return [
-        f"{problem.rows_per_expert:.1f} rows an expert on average: blocks of {plan.block_rows} token rows; the tensor cores run at "
-        f"the next multiple of {plan.width_step} of a block's valid rows",
-        f"{plan.numerics} numerics: "
-        + (
-            "no weight is rounded, each 32-group is scaled in FP32"
-            if plan.numerics == "exact"
-            else "weights are RN_bf16((code - 8) * scale)"
-        ),
-        f"{plan.panel_tiles * TILE_ROWS} weight rows a tile by {plan.consumer_groups} consumer warpgroups; "
-        f"{tiles(problem, plan)} tiles at most on {problem.sm_count} SMs",
-        f"{plan.stages} stages of {plan.k_tiles * TILE_K} k = {plan.smem_bytes} of {SMEM_LIMIT} bytes of shared memory",
+    numerics = (
+        "no weight is rounded, each 32-group is scaled in FP32" if plan.numerics == "exact" else "weights are RN_bf16((code - 8) * scale)"
+    )
+    if isinstance(plan, StreamPlan):
+        width = "the tensor cores run at eight"
+        kernel = f"stream kernel: mma.sync, panels of {plan.panel_tiles * TILE_ROWS} weight rows by {plan.warps} warps that share K"
+        stage = f"{plan.stages} stages of {plan.k_tiles * TILE_K} k"
+    else:
+        width = f"the tensor cores run at the next multiple of {plan.width_step} of a block's valid rows"
+        kernel = f"tile kernel: wgmma, panels of {plan.panel_tiles * TILE_ROWS} weight rows by {plan.consumer_groups} consumer warpgroups"
+        stage = f"{plan.stages} stages of {plan.k_tiles * TILE_K} k"
+    lines = [
+        f"{problem.rows_per_expert:.1f} rows an expert on average: blocks of {plan.block_rows} token rows; {width}",
+        kernel,
+        f"{plan.numerics} numerics: {numerics}",
+        f"{tiles(problem, plan)} panels at most on {problem.sm_count} SMs; those that do not fill a last round are cut narrower",
+        f"{stage} = {plan.smem_bytes} of {SMEM_LIMIT} bytes of shared memory",
     ]
+    if plan.arch in NEVER_RUN:
+        lines.append(f"{plan.arch}: compiled, never run")
+    return lines
 
 
 def tiles(problem: Problem, plan: Plan) -> int:

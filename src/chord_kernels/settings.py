@@ -5,6 +5,7 @@
 CHORD_CACHE_DIR                        where compiled kernels are kept (default: the user's cache folder)
 CHORD_W4A16_BM, _BN, _BK, _STAGES      pin a schedule for experiments: token rows a block, weight rows a
                                        panel, k a stage, stages of the ring
+CHORD_W4A16_KERNEL                     tile or stream: the kernel where both compute a problem
 =====================================  =================================================================
 """
 
@@ -22,9 +23,16 @@ from .errors import FormatError
 PINS = {"BM": "block_rows", "BN": "panel_rows", "BK": "stage_k", "STAGES": "stages"}
 
 
-def schedule_pins() -> dict[str, int]:
-    """Pinned schedule fields by plan field name; empty where the environment pins nothing."""
-    pins = {}
+KERNELS = ("tile", "stream")
+
+
+def schedule_pins() -> dict[str, int | str]:
+    """Pinned schedule fields by plan field name, and "kernel"; empty where the environment pins nothing."""
+    pins: dict[str, int | str] = {}
+    if kernel := os.environ.get("CHORD_W4A16_KERNEL"):
+        if kernel not in KERNELS:
+            raise FormatError(f"CHORD_W4A16_KERNEL={kernel!r} is no kernel; unset it or give one of {', '.join(KERNELS)}")
+        pins["kernel"] = kernel
     for suffix, field in PINS.items():
         text = os.environ.get(f"CHORD_W4A16_{suffix}")
         if not text:

@@ -18,9 +18,10 @@ from chord_kernels import settings
 from chord_kernels.errors import CompileError, FormatError
 from chord_kernels.jit import compiler
 from chord_kernels.jit.source import reachable_headers, translation_unit
-from chord_kernels.plan import ARCHITECTURES, Plan, shipped
+from chord_kernels.kernels import TilePlan
+from chord_kernels.plan import ARCHITECTURES, shipped
 
-SMALL = Plan("sm_90a", "indexed", "store", "exact", block_rows=8, row_tiles=1, consumer_groups=2, k_tiles=1, stages=2, depth=2)
+SMALL = TilePlan("sm_90a", "indexed", "store", "exact", block_rows=8, row_tiles=1, consumer_groups=2, k_tiles=1, stages=2, depth=2)
 
 
 @pytest.fixture
@@ -32,8 +33,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_shipped_kernel_compiles_without_a_fault(arch: str) -> None:
     """No spills, no stack frame, no serialised wgmma."""
-    import cuda.core  # noqa: F401  as build_all does: its first import must not happen in several threads at once
-
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         reports = list(pool.map(lambda plan: (plan.name, compiler.compile_uncached(plan)), shipped(arch)))
     assert {name: report.fault for name, (_, report) in reports if report.fault} == {}

@@ -8,10 +8,11 @@ import itertools
 import pytest
 
 from chord_kernels.errors import UnsupportedError
+from chord_kernels.kernels import BLOCK_ROWS, SMEM_LIMIT, StreamPlan, TilePlan
 from chord_kernels.plan import (
-    BLOCK_ROWS,
+    ARCHITECTURES,
+    NEVER_RUN,
     SHIPPED_SHAPES,
-    SMEM_LIMIT,
     Problem,
     block_rows_for,
     buckets,
@@ -61,6 +62,7 @@ def test_every_legal_problem_has_a_legal_plan(contract: str, experts: int) -> No
             plan = make_plan(asked)
             assert plan.why_illegal() is None
             assert plan.smem_bytes <= SMEM_LIMIT
+            assert isinstance(plan, TilePlan)
             assert k // 64 % plan.k_tiles == 0
             assert plan.block_rows % plan.width_step == 0
             owned = 65536 // plan.threads // 8 * 8 * plan.threads
@@ -122,10 +124,37 @@ def test_what_is_not_computed_is_refused_with_its_reason(changes: dict, message:
         ({"stage_k": 128}, "k_tiles", 2),
         ({"panel_rows": 128}, "row_tiles", 1),
         ({"block_rows": 64}, "block_rows", 64),
+        ({"kernel": "stream", "stages": 3}, "stages", 3),
     ],
 )
 def test_pins_override_the_choice(pins: dict, field: str, value: int) -> None:
     assert getattr(make_plan(problem(), pins), field) == value
+
+
+def test_the_stream_kernel_is_pinned_only_where_it_computes_the_problem() -> None:
+    assert isinstance(make_plan(problem(), {"kernel": "stream"}), StreamPlan)
+    assert isinstance(make_plan(problem(), {"kernel": "tile"}), TilePlan)
+    assert isinstance(make_plan(problem(rows=50_000), {"kernel": "stream"}), TilePlan)
+    assert isinstance(make_plan(problem(numerics="bf16"), {"kernel": "stream"}), TilePlan)
+
+
+@pytest.mark.parametrize("arch", NEVER_RUN)
+def test_blackwell_has_the_stream_kernel_for_every_shape(arch: str) -> None:
+    for contract, n, k, rows in itertools.product(("indexed", "contiguous", "masked"), (64, 192, 7168), (64, 448, 7168), ROWS):
+        asked = problem(arch=arch, sm_count=148, contract=contract, n=n, k=k, rows=rows)
+        plan = make_plan(asked)
+        assert isinstance(plan, StreamPlan)
+        assert plan.why_illegal() is None
+        assert plan.smem_bytes <= SMEM_LIMIT
+        assert 128 * plan.producer_registers + 32 * plan.warps * plan.consumer_registers <= 65536 // plan.threads // 8 * 8 * plan.threads
+        assert "compiled, never run" in " ".join(explain(asked, plan))
+    built = {plan.name for plan in shipped(arch)}
+    assert {make_plan(problem(arch=arch, contract=c)).name for c in ("indexed", "contiguous", "masked")} <= built
+    for changes, message in (({"numerics": "bf16"}, "ask for exact"), ({"block_rows": 16}, "align the routing to 8")):
+        with pytest.raises(UnsupportedError, match=message):
+            make_plan(problem(arch=arch, **changes))
+    assert block_rows_for(100.0, arch) == 8
+    assert set(NEVER_RUN) < set(ARCHITECTURES)
 
 
 def test_pins_that_do_not_fit_are_refused() -> None:

@@ -78,13 +78,19 @@ def test_capture_and_replay(contract: str) -> None:
     assert torch.equal(out, expected)
 
 
-def test_dependent_launches_see_each_others_results() -> None:
+@pytest.mark.parametrize("dependence", [True, "weights_first"])
+@pytest.mark.parametrize("kernel", ["tile", "stream"])
+@pytest.mark.parametrize("block_rows", [8, 64])
+def test_dependent_launches_see_each_others_results(
+    dependence: bool | str, kernel: str, block_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Long chains of dependent launches, each reading what the one before wrote."""
+    monkeypatch.setenv("CHORD_W4A16_KERNEL", kernel)
     weight = random_weight(1, 256, 256, device="cuda")
-    routing = chord.align_indexed(torch.zeros((64, 1), dtype=torch.int32, device="cuda"), 1, 64)
+    routing = chord.align_indexed(torch.zeros((64, 1), dtype=torch.int32, device="cuda"), 1, block_rows)
     start = torch.randn((64, 256), device="cuda").to(torch.bfloat16)
 
-    def chain(dependent: bool) -> torch.Tensor:
+    def chain(dependent: bool | str) -> torch.Tensor:
         x = start
         for _ in range(40):
             x = chord.indexed(x, weight, routing, dependent_launch=dependent)
@@ -92,7 +98,7 @@ def test_dependent_launches_see_each_others_results() -> None:
 
     expected = chain(False)
     for _ in range(5):
-        assert torch.equal(chain(True), expected)
+        assert torch.equal(chain(dependence), expected)
 
 
 def test_the_tensors_device_is_used() -> None:

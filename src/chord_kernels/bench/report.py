@@ -17,7 +17,7 @@ import torch
 
 from .. import ops
 from ..files import replacing
-from ..plan import SHIPPED_SHAPES, block_rows_for
+from ..plan import SHIPPED_SHAPES
 from ..rows import IndexedRows, align_indexed
 from ..weights import PackedWeight
 from . import humming, timing
@@ -99,7 +99,7 @@ def _small_batch_layers(
     from .. import reference
 
     experts = layers[0][0].experts
-    block_rows = block_rows_for(tokens * TOP_K / experts)
+    block_rows = ops.block_rows_on(layers[0][0].device, tokens * TOP_K / experts)
     calls: list[Callable[[], object]] = []
     states = []
     for index, (gate_up, down) in enumerate(layers):
@@ -113,7 +113,7 @@ def _small_batch_layers(
 
         def call(x=x, gate_up=gate_up, routing=routing, middle=middle, down=down, by_row=by_row, out=out) -> None:
             ops.indexed(x, gate_up, routing, out=middle, epilogue="swiglu", dependent_launch=True)
-            ops.indexed(middle, down, by_row, out=out, dependent_launch=True)
+            ops.indexed(middle, down, by_row, out=out, dependent_launch="weights_first")
 
         calls.append(call)
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from .. import ops, reference
-from ..plan import block_rows_for
 from ..rows import ContiguousRows, IndexedRows, MaskedRows, RowContract, align_indexed, row_table
 from ..weights import PackedWeight, empty_w4a16, pack_expert_into
 
@@ -181,7 +180,7 @@ def make_inputs(case: Case, weight: PackedWeight, *, epilogue: str = "store", bl
     routing: RowContract
     if case.contract == "indexed":
         ids = random_topk_ids(case.tokens, case.experts, device=device)
-        block = block_rows or block_rows_for(case.routed_rows / case.experts)
+        block = block_rows or ops.block_rows_on(weight.device, case.routed_rows / case.experts)
         routing = align_indexed(ids, case.experts, block)
         distinct = int(ids.unique().numel())
         if case.stage == "down":

@@ -12,18 +12,21 @@ import hashlib
 import io
 import os
 import re
+import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .. import settings
 from ..errors import CompileError
 from ..files import TEMPORARY_PREFIX, replacing
-from ..plan import Plan
+from ..kernels import Plan
 from .source import CUDA_ROOT, reachable_headers, translation_unit
 
 _DIGEST_BYTES = 32
+_importing = threading.Lock()  # the first import of cuda.core fails in several threads at once
 _INSTALL = "pip install 'nvidia-cuda-nvrtc>=13,<14'"
 
 
@@ -70,14 +73,15 @@ def _compiler_identity() -> str:
     return f"nvrtc {nvrtc_version()} ({build})"
 
 
-def _options() -> tuple[str, ...]:
-    return ("std=c++17", "ptxas=-v")
+def _options(plan: Plan) -> dict[str, Any]:
+    """What ProgramOptions is told of a plan, and the cache key with it."""
+    return {"arch": plan.arch, "std": "c++17", "ptxas_options": ["-v"]}
 
 
 def cache_key(plan: Plan) -> str:
     text = translation_unit(plan)
     digest = hashlib.sha256()
-    for part in (_compiler_identity(), plan.arch, *_options(), text, *(f"{n}\0{t}" for n, t in reachable_headers(text).items())):
+    for part in (_compiler_identity(), repr(_options(plan)), text, *(f"{n}\0{t}" for n, t in reachable_headers(text).items())):
         digest.update(part.encode())
         digest.update(b"\0\0")
     return digest.hexdigest()
@@ -86,10 +90,11 @@ def cache_key(plan: Plan) -> str:
 def compile_uncached(plan: Plan) -> tuple[bytes, Report]:
     """Run NVRTC. No GPU and no driver is needed. Raises CompileError with the compiler's log."""
     nvrtc_version()
-    from cuda.core import Program, ProgramOptions
+    with _importing:
+        from cuda.core import Program, ProgramOptions
 
     log = io.StringIO()
-    options = ProgramOptions(name=plan.name, arch=plan.arch, std="c++17", include_path=[str(CUDA_ROOT)], ptxas_options=["-v"])
+    options = ProgramOptions(name=plan.name, include_path=[str(CUDA_ROOT)], **_options(plan))
     try:
         code = bytes(Program(translation_unit(plan), "c++", options).compile("cubin", logs=log).code)
     except Exception as problem:  # cuda.core raises several types; the text holds NVRTC's log
@@ -140,7 +145,6 @@ def is_cached(plan: Plan) -> bool:
 
 def build_all(plans: Iterable[Plan], *, workers: int | None = None, done: Callable[[Plan], None] | None = None) -> None:
     """Compile what the cache lacks, side by side; NVRTC releases the interpreter lock. `done` is called after each."""
-    import cuda.core  # noqa: F401  its first import must not happen in several threads at once
 
     def build(plan: Plan) -> Plan:
         cubin(plan)

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from ..errors import CompileError, UnsupportedError
-from ..plan import Plan
+from ..kernels import Plan
 from .compiler import cubin
 from .source import ARGUMENTS, ENTRY
 

@@ -8,10 +8,10 @@ import re
 from functools import lru_cache
 from pathlib import Path
 
-from ..plan import Plan
+from ..kernels import Plan
 
 CUDA_ROOT = Path(__file__).parent.parent / "cuda"
-ENTRY = "chord_tile"
+ENTRY = "chord_gemm"
 
 # The one argument schema: name, C type, how the launcher passes it (cuda.core passes an int as 8 bytes).
 ARGUMENTS = (
@@ -23,6 +23,7 @@ ARGUMENTS = (
     ("routing_counts", "const chord::int32_t* __restrict__", int),
     ("row_tiles", "chord::int32_t", ctypes.c_int32),
     ("k_tiles", "chord::int32_t", ctypes.c_int32),
+    ("weights_first", "chord::int32_t", ctypes.c_int32),
     ("limit", "chord::int32_t", ctypes.c_int32),
     ("max_blocks", "chord::int32_t", ctypes.c_int32),
     ("top_k", "chord::int32_t", ctypes.c_int32),
@@ -35,26 +36,11 @@ _NUMERICS = {"bf16": "kBf16", "exact": "kExact"}
 
 
 def translation_unit(plan: Plan) -> str:
-    integers = {
-        "kBlockRows": plan.block_rows,
-        "kWidthStep": plan.width_step,
-        "kRowTiles": plan.row_tiles,
-        "kConsumerGroups": plan.consumer_groups,
-        "kPanelTiles": plan.panel_tiles,
-        "kKTiles": plan.k_tiles,
-        "kStages": plan.stages,
-        "kDepth": plan.depth,
-        "kStagingBytes": plan.staging_bytes,
-        "kThreads": plan.threads,
-        "kProducerRegisters": plan.producer_registers,
-        "kConsumerRegisters": plan.consumer_registers,
-        "kSmemBytes": plan.smem_bytes,
-    }
-    constants = "\n".join(f"  static constexpr int {name} = {value};" for name, value in integers.items())
+    constants = "\n".join(f"  static constexpr int {name} = {value};" for name, value in plan.constants().items())
     parameters = ", ".join(f"{c_type} {name}" for name, c_type, _ in ARGUMENTS)
     return f"""\
 // {plan.name}
-#include "chord/kernel/tile_sm90.cuh"
+#include "{plan.header}"
 
 struct Config {{
   static constexpr chord::Contract kContract = chord::Contract::{_CONTRACT[plan.contract]};
@@ -64,7 +50,7 @@ struct Config {{
 }};
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) {ENTRY}({parameters}) {{
-  chord::tile_kernel<Config>({{activations, weights, outputs, row_tiles, k_tiles}},
+  chord::{plan.function}<Config>({{activations, weights, outputs, row_tiles, k_tiles, weights_first}},
                              {{routing_rows, routing_experts, routing_counts, limit, max_blocks, top_k, num_experts}});
 }}
 """

@@ -5,16 +5,10 @@
 
 namespace chord {
 
-// (value & mask) | bits, as the one LOP3 that ptxas does not always find.
-__device__ __forceinline__ uint32_t and_or(uint32_t value, uint32_t mask, uint32_t bits) {
+// All of these take and give subnormals.
+__device__ __forceinline__ uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t result;
-  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(result) : "r"(value), "r"(mask), "r"(bits));
-  return result;
-}
-
-__device__ __forceinline__ uint32_t subtract_bf16x2(uint32_t a, uint32_t b) {
-  uint32_t result;
-  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
   return result;
 }
 

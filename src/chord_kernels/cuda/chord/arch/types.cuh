@@ -16,4 +16,6 @@ constexpr int kWarpLanes = 32;
 constexpr int kGroupThreads = 128;  // a warpgroup
 constexpr uint32_t kFullMask = 0xFFFFFFFFu;
 
+__device__ __forceinline__ int warp_lane() { return threadIdx.x % kWarpLanes; }
+
 }  // namespace chord

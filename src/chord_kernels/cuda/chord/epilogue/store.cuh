@@ -2,56 +2,11 @@
 // From accumulators to rows of the output, one 64-row weight tile at a time through the warpgroup's own staging rows:
 // fragments are transposed by stmatrix, so that a token's outputs leave as 16-byte pieces of one line.
 #pragma once
-#include "chord/arch/bf16.cuh"
+#include "chord/epilogue/outputs.cuh"
 #include "chord/schedule/producer.cuh"
 #include "chord/tile/mainloop.cuh"
 
 namespace chord {
-
-__device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
-
-// How a tile's 64 packed rows become outputs. In every 16-row block of a paired weight, rows 0..7 are gate rows and
-// 8..15 their up rows, so that a lane holds both halves of a pair.
-template <Epilogue kEpilogue>
-struct OutputMap {
-  static_assert(kEpilogue == Epilogue::kStore);
-  static constexpr int kOutputs = 64;  // of one tile, for one token
-  static constexpr int kHalves = 2;    // fragment halves (rows g, rows g + 8) that are stored
-  // Column in the staging row of a warp's fragment half.
-  __device__ static int staged(int warp, int half) { return warp * 16 + half * 8; }
-  // Output column of staged column c of tile `tile`.
-  __device__ static int column(int tile, int c, int) { return tile * 64 + c; }
-};
-
-template <>
-struct OutputMap<Epilogue::kStorePaired> {
-  static constexpr int kOutputs = 64;
-  static constexpr int kHalves = 2;
-  __device__ static int staged(int warp, int half) { return half * 32 + warp * 8; }
-  __device__ static int column(int tile, int c, int row_tiles) {
-    return c < 32 ? tile * 32 + c : row_tiles * 32 + tile * 32 + c - 32;
-  }
-};
-
-template <>
-struct OutputMap<Epilogue::kSwiglu> {
-  static constexpr int kOutputs = 32;
-  static constexpr int kHalves = 1;
-  __device__ static int staged(int warp, int) { return warp * 8; }
-  __device__ static int column(int tile, int c, int) { return tile * 32 + c; }
-};
-
-// One token octet of a fragment, as the BF16 pairs that stmatrix takes.
-template <Epilogue kEpilogue>
-__device__ __forceinline__ void octet_values(uint32_t* values, const float* sum) {
-  if constexpr (kEpilogue == Epilogue::kSwiglu) {
-    values[0] = round_bf16x2(silu(sum[0]) * sum[2], silu(sum[1]) * sum[3]);
-  } else {
-    static_assert(kEpilogue == Epilogue::kStore || kEpilogue == Epilogue::kStorePaired);
-    values[0] = round_bf16x2(sum[0], sum[1]);
-    values[1] = round_bf16x2(sum[2], sum[3]);
-  }
-}
 
 template <class Config>
 __device__ __forceinline__ void store_tile(const Accumulators<Config>& sum, const TileInfo& tile, Storage<Config>& storage,

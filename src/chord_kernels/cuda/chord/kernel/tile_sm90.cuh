@@ -45,9 +45,9 @@ __device__ __forceinline__ void tile_kernel(const Operands& operands, const Rout
   static_assert(sizeof(Storage<Config>) == Config::kSmemBytes, "plan.py and storage.cuh disagree");
   static_assert(Config::kThreads == (Config::kConsumerGroups + 1) * kGroupThreads);
   static_assert(Config::kPanelTiles == Config::kConsumerGroups * Config::kRowTiles);
-  static_assert((Config::kPanelTiles & (Config::kPanelTiles - 1)) == 0, "the schedule halves panels");
   auto& storage = *reinterpret_cast<Storage<Config>*>(shared_memory);
   const Ring<Config> ring(storage);
+  if (threadIdx.x / kWarpLanes == Config::kConsumerGroups * 4) prefetch_routing<Config>(routing);
   if (threadIdx.x == 0) {
     if (ring.stages % alignof(Storage<Config>) != 0) trap();  // the swizzle would read other bytes than were written
     for (int s = 0; s < Config::kStages; ++s) {
@@ -57,8 +57,6 @@ __device__ __forceinline__ void tile_kernel(const Operands& operands, const Rout
     barrier_init_fence();
   }
   __syncthreads();
-  grid_launch_dependents();
-  grid_dependency_wait();
 
   const int group = threadIdx.x / kGroupThreads;
   if (group == Config::kConsumerGroups) {

@@ -13,35 +13,50 @@ struct Piece {
 };
 
 // Whole panels in rounds over the CTAs: the panels of a block run side by side and share its tokens in L2, and an expert's
-// blocks its weights. Panels that do not fill a last round are halved or quartered as long as every CTA still gets at most
-// one part: fewer weight tiles take less time, if not in proportion. K is never split: a row's sum has the same order in
+// blocks its weights. Panels that do not fill a last round are cut anew, into the narrowest pieces that still give every CTA at
+// most one: fewer weight tiles take less time, if not in proportion. K is never split: a row's sum has the same order in
 // whatever batch it is.
 template <class Config>
 struct Schedule {
   int32_t panels;     // of a block
   int32_t row_tiles;  // of a block
-  int32_t unit;       // next
-  int32_t whole;      // units that are whole panels
-  int32_t all;        // units, with the parts of the rest
-  int32_t parts;      // that a panel of the rest is cut into
+  int32_t panel;      // the next one of this CTA
+  int32_t whole;      // panels that are dealt out whole
+  int32_t width;      // of this CTA's piece of the rest; 0: none
 
   __device__ __forceinline__ Schedule(int blocks, int block_tiles)
-      : panels((block_tiles + Config::kPanelTiles - 1) / Config::kPanelTiles), row_tiles(block_tiles), unit(blockIdx.x), parts(1) {
-    const int workers = gridDim.x, total = blocks * panels, rest = total % workers;
-    whole = total - rest;
-    while (parts < Config::kPanelTiles && rest * parts * 2 <= workers) parts *= 2;
-    all = whole + rest * parts;
+      : panels(pieces(block_tiles, Config::kPanelTiles)), row_tiles(block_tiles), panel(blockIdx.x), width(0) {
+    const int workers = gridDim.x, total = blocks * panels;
+    whole = total - total % workers;
+    if (whole == total) return;
+    // From the widest down; a panel's width fits by construction.
+#pragma unroll
+    for (int w = Config::kPanelTiles; w >= 1; --w) {
+      const int count = pieces(row_tiles - rest_first(), w) + (blocks - whole / panels - 1) * pieces(row_tiles, w);
+      if (count <= workers) width = static_cast<int>(blockIdx.x) < count ? w : 0;
+    }
   }
 
+  __device__ __forceinline__ static int pieces(int tiles, int w) { return (tiles + w - 1) / w; }
+
+  // The rest begins with this tile of its first block.
+  __device__ __forceinline__ int rest_first() const { return whole % panels * Config::kPanelTiles; }
+
   __device__ __forceinline__ bool next(Piece& piece) {
-    if (unit >= all) return false;
-    const int rest = unit - whole;
-    const int panel = rest < 0 ? unit : whole + rest / parts;
-    const int count = rest < 0 ? Config::kPanelTiles : Config::kPanelTiles / parts;
-    piece.block = panel / panels;
-    piece.first_tile = panel % panels * Config::kPanelTiles + (rest < 0 ? 0 : rest % parts * count);
-    piece.tiles = min(count, row_tiles - piece.first_tile);  // a block's last panel may be partial: then 0 or less
-    unit += gridDim.x;
+    int w = Config::kPanelTiles;
+    if (panel < whole) {
+      piece.block = panel / panels;
+      piece.first_tile = panel % panels * w;
+      panel += gridDim.x;
+    } else {
+      if (width == 0) return false;
+      w = width;
+      width = 0;
+      const int later = static_cast<int>(blockIdx.x) - pieces(row_tiles - rest_first(), w), per_block = pieces(row_tiles, w);
+      piece.block = whole / panels + (later < 0 ? 0 : 1 + later / per_block);
+      piece.first_tile = later < 0 ? rest_first() + blockIdx.x * w : later % per_block * w;
+    }
+    piece.tiles = min(w, row_tiles - piece.first_tile);
     return true;
   }
 };

@@ -9,14 +9,6 @@
 
 namespace chord {
 
-struct Operands {
-  const uint8_t* activations;  // [rows, K] BF16
-  const uint8_t* weights;      // [E, N/64, K/64] WeightTile
-  uint8_t* outputs;            // [rows, N or N/2] BF16
-  int32_t row_tiles;           // N / 64
-  int32_t k_tiles;             // K / 64
-};
-
 // Which 16-byte pieces of a stage one producer thread copies: chunk `chunk` of rows row, row + 16, ... (or, in blocks of
 // 8 rows, of one row in every second k-tile).
 template <class Config>
@@ -79,10 +71,12 @@ __device__ __forceinline__ void produce(Storage<Config>& storage, const Operands
   const uint32_t tile_row_bytes = operands.k_tiles * sizeof(WeightTile);
   constexpr uint32_t kPieceBytes = Config::kKTiles * sizeof(WeightTile);
 
+  Dependency dependency;
+  if (!operands.weights_first) dependency.meet();
   Schedule<Config> schedule(rows.start(), operands.row_tiles);
   for (Piece piece; schedule.next(piece);) {
     const Block block = rows.locate(piece.block);
-    if (block.rows == 0 || piece.tiles <= 0) continue;
+    if (block.rows == 0) continue;
     const int64_t first_row = int64_t{block.expert} * operands.row_tiles + piece.first_tile;
     const uint8_t* weights = operands.weights + (first_row + min(thread, piece.tiles - 1)) * tile_row_bytes;
     for (int k_stage = 0; k_stage < k_stages; ++k_stage) {
@@ -98,8 +92,10 @@ __device__ __forceinline__ void produce(Storage<Config>& storage, const Operands
         copy_bulk(ring.weights(at.stage) + thread * kPieceBytes, weights, kPieceBytes, full);
         weights += kPieceBytes;
       }
-      // Only now: the weights are on their way while the rows' ids are read.
-      if (k_stage == 0) gather.aim(rows, block, operands, thread);
+      if (k_stage == 0) {  // only now: the weights are on their way while the rows' ids are read
+        dependency.meet();
+        gather.aim(rows, block, operands, thread);
+      }
       gather.copy(ring.stage(at.stage), thread);
       // No proxy fence after cp.async: it would stall the ring, and completion through the barrier is enough for wgmma.
       barrier_arrive_after_copies(full);
@@ -107,6 +103,7 @@ __device__ __forceinline__ void produce(Storage<Config>& storage, const Operands
     }
   }
 
+  dependency.meet();
   ring.wait_empty(at);
   if (thread == 0) {
     storage.tiles[at.stage].rows = 0;

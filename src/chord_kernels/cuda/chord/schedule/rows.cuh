@@ -4,9 +4,34 @@
 // start() gives the number of blocks; locate() is called by whole warps with rising b below it. No contract reads a count
 // back to the host.
 #pragma once
+#include "chord/arch/copy.cuh"
+#include "chord/arch/grid.cuh"
 #include "chord/tile/storage.cuh"
 
 namespace chord {
+
+struct Operands {
+  const uint8_t* activations;  // [rows, K] BF16
+  const uint8_t* weights;      // [E, N/64, K/64] WeightTile
+  uint8_t* outputs;            // [rows, N or N/2] BF16
+  int32_t row_tiles;           // N / 64
+  int32_t k_tiles;             // K / 64
+  int32_t weights_first;       // the kernel before this one writes no routing: weights may stream in before it is done
+};
+
+// Programmatic dependent launch, for the threads of a producer; no other thread reads what an earlier kernel wrote, or writes
+// anything, before a producer has handed it rows. Only once the earlier kernels are done may later ones start, so that what is
+// done for one kernel is done for all that follow it.
+struct Dependency {
+  bool met = false;
+
+  __device__ __forceinline__ void meet() {
+    if (met) return;
+    grid_dependency_wait();
+    grid_launch_dependents();
+    met = true;
+  }
+};
 
 struct Block {
   int32_t expert;
@@ -24,7 +49,25 @@ struct Routing {
   int32_t num_experts;
 };
 
-__device__ __forceinline__ int warp_lane() { return threadIdx.x % kWarpLanes; }
+// Has a warp ask for the routing tables (of a small batch, all of them) to be in L2, so that reading one after the other costs
+// one trip to memory.
+template <class Config>
+__device__ __forceinline__ void prefetch_routing(const Routing& routing) {
+  const auto prefetch = [](const int32_t* table, int entries) {
+    const int first = warp_lane() * 32;  // of a line of 128 bytes
+    if (first < entries) prefetch_line(table + first);
+  };
+  if constexpr (Config::kContract == Contract::kIndexed) {
+    prefetch(routing.counts, 1);
+    prefetch(routing.experts, routing.max_blocks);
+    prefetch(routing.rows, routing.max_blocks * Config::kBlockRows);
+  } else if constexpr (Config::kContract == Contract::kContiguous) {
+    prefetch(routing.rows, routing.limit);
+  } else {
+    static_assert(Config::kContract == Contract::kMasked);
+    prefetch(routing.counts, routing.num_experts);
+  }
+}
 
 // The position after the last lane-visited row for which valid(i) holds, over i in [0, kRows).
 template <int kRows, class Valid>

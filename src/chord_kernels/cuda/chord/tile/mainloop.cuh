@@ -23,10 +23,17 @@ __device__ __forceinline__ uint32_t weight_block(uint32_t weights, const Consume
   return weights + tile * sizeof(WeightTile) + self.warp * sizeof(WeightBlock);
 }
 
+// Where a stage's tokens begin, for token_operand. The shuffle tells the compiler that all lanes hold the same: descriptors are
+// then computed in uniform registers, where wgmma wants them, and not moved there one by one.
+template <class Config>
+__device__ __forceinline__ uint32_t stage_operand(const Ring<Config>& ring, uint32_t stage) {
+  return __shfl_sync(kFullMask, wgmma_operand_base(ring.stage(stage)), 0);
+}
+
 // The tokens of k-step `step` (16 k) of a stage's k-tile, as wgmma's B operand.
 template <class Config>
-__device__ __forceinline__ uint64_t token_operand(uint32_t stage_operand, int k_tile, int step) {
-  return wgmma_operand(stage_operand + wgmma_operand_step(k_tile * (Config::kBlockRows * kTokenBytes) + step * 32));
+__device__ __forceinline__ uint64_t token_operand(uint32_t tokens, int k_tile, int step) {
+  return wgmma_operand(tokens + wgmma_operand_step(k_tile * (Config::kBlockRows * kTokenBytes) + step * 32));
 }
 
 // Numerics::kBf16. kDepth k-steps of A are in flight, across stage boundaries too: draining the tensor cores at every
@@ -40,7 +47,7 @@ __device__ __forceinline__ void accumulate_bf16(Accumulators<Config>& sum, const
   uint32_t previous = 0;
   for (int k_stage = 0; k_stage < k_stages; ++k_stage) {
     ring.wait_full(at);
-    const uint32_t tokens = wgmma_operand_base(ring.stage(at.stage)), weights = ring.weights(at.stage);
+    const uint32_t tokens = stage_operand(ring, at.stage), weights = ring.weights(at.stage);
 #pragma unroll
     for (int k_tile = 0; k_tile < Config::kKTiles; ++k_tile) {
       WeightFragment fragment[kTiles];
@@ -84,7 +91,7 @@ __device__ __forceinline__ void accumulate_exact(Accumulators<Config>& sum, cons
 
   for (int k_stage = 0; k_stage < k_stages; ++k_stage) {
     ring.wait_full(at);
-    const uint32_t tokens = wgmma_operand_base(ring.stage(at.stage)), weights = ring.weights(at.stage);
+    const uint32_t tokens = stage_operand(ring, at.stage), weights = ring.weights(at.stage);
     WeightFragment fragment[2][kTiles];
     uint32_t a[kGroups][kTiles][2][4];
     auto add_up = [&](int index) {
@@ -124,6 +131,10 @@ __device__ __forceinline__ void accumulate_exact(Accumulators<Config>& sum, cons
     add_up(kStageGroups - 1);
     at.advance();
   }
+#pragma unroll
+  for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+    for (int i = 0; i < kWidth / 2; ++i) sum[m][i] *= kIntegerUnits[i >> 1 & 1];
 }
 
 template <class Config, int kWidth, int kTiles>

@@ -21,20 +21,15 @@ struct RingPosition {
   }
 };
 
+// The two barriers of every stage: full, what consumers wait for; empty, what the producer waits for.
 template <class Config>
-struct Ring {
-  uint32_t stages, tiles, full, empty;
+struct StageBarriers {
+  uint32_t full, empty;
 
-  __device__ __forceinline__ explicit Ring(Storage<Config>& storage)
-      : stages(shared_address(storage.stages)),
-        tiles(shared_address(storage.tiles)),
-        full(shared_address(storage.full)),
-        empty(shared_address(storage.empty)) {}
+  template <class SharedStorage>
+  __device__ __forceinline__ explicit StageBarriers(SharedStorage& storage)
+      : full(shared_address(storage.full)), empty(shared_address(storage.empty)) {}
 
-  __device__ __forceinline__ uint32_t stage(uint32_t index) const { return stages + index * sizeof(Stage<Config>); }
-  __device__ __forceinline__ uint32_t weights(uint32_t index) const {
-    return stage(index) + sizeof(Stage<Config>::activations);
-  }
   __device__ __forceinline__ uint32_t full_barrier(uint32_t index) const { return full + index * sizeof(Barrier); }
   __device__ __forceinline__ uint32_t empty_barrier(uint32_t index) const { return empty + index * sizeof(Barrier); }
 
@@ -47,6 +42,19 @@ struct Ring {
   // One arrival a consumer warp.
   __device__ __forceinline__ void release(uint32_t index, int lane) const {
     if (lane == 0) barrier_arrive(empty_barrier(index));
+  }
+};
+
+template <class Config>
+struct Ring : StageBarriers<Config> {
+  uint32_t stages, tiles;
+
+  __device__ __forceinline__ explicit Ring(Storage<Config>& storage)
+      : StageBarriers<Config>(storage), stages(shared_address(storage.stages)), tiles(shared_address(storage.tiles)) {}
+
+  __device__ __forceinline__ uint32_t stage(uint32_t index) const { return stages + index * sizeof(Stage<Config>); }
+  __device__ __forceinline__ uint32_t weights(uint32_t index) const {
+    return stage(index) + sizeof(Stage<Config>::activations);
   }
   __device__ __forceinline__ TileInfo tile(uint32_t index) const {
     const uint4 raw = load_shared_16(tiles + index * sizeof(TileInfo));

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels that can be compiled: every field of a plan reaches the Config struct of its translation unit, nothing else does.
+
+Pure, as plan.py is, which chooses among them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import ClassVar
+
+TILE_ROWS = 64  # of the packed layout, formats.W4A16
+TILE_K = 64
+TILE_BYTES = 2304
+TOKEN_BYTES = TILE_K * 2
+
+SMEM_LIMIT = 232_448  # bytes a CTA may have on Hopper and on Blackwell
+WIDTHS_PER_KERNEL = 4  # token widths compiled into one tile kernel; more make ptxas serialise the wgmma
+BLOCK_ROWS = (8, 16, 32, 64, 128)
+EXACT_BLOCK_ROWS = 32  # beyond, the second set of accumulators does not fit the registers
+STREAM_BLOCK_ROWS = 8  # with 16, a warp's sums and its operands of two octets do not fit the registers
+MAX_STAGES = 8
+
+
+def _align(value: int, to: int) -> int:
+    return -(-value // to) * to
+
+
+@dataclass(frozen=True)
+class TilePlan:
+    """A tile kernel (kernel/tile_sm90.cuh): wgmma on panels of 64-row weight tiles."""
+
+    arch: str
+    contract: str
+    epilogue: str  # store | store_paired | swiglu
+    numerics: str
+    block_rows: int
+    row_tiles: int
+    consumer_groups: int
+    k_tiles: int
+    stages: int
+    depth: int  # k-steps of A in flight (bf16 numerics); more than this and ptxas serialises the wgmma
+
+    header: ClassVar[str] = "chord/kernel/tile_sm90.cuh"
+    function: ClassVar[str] = "tile_kernel"
+
+    @property
+    def width_step(self) -> int:
+        return max(8, self.block_rows // WIDTHS_PER_KERNEL)
+
+    @property
+    def panel_tiles(self) -> int:
+        return self.row_tiles * self.consumer_groups
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.consumer_groups + 1)
+
+    @property
+    def producer_registers(self) -> int:
+        return 40
+
+    @property
+    def consumer_registers(self) -> int:
+        # The launch owns threads x (65536 / threads, in steps of 8) registers; setmaxnreg may only hand those around.
+        at_launch = 65536 // self.threads // 8 * 8
+        spare = (at_launch - self.producer_registers) // self.consumer_groups // 8 * 8
+        return min(at_launch + spare, 232)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Of one token's outputs of one 64-row tile."""
+        return 64 if self.epilogue == "swiglu" else 128
+
+    @property
+    def stage_bytes(self) -> int:
+        return _align(self.k_tiles * (self.block_rows * TOKEN_BYTES + self.panel_tiles * TILE_BYTES), 1024)
+
+    @property
+    def smem_bytes(self) -> int:
+        """sizeof(Storage<Config>), which the kernel asserts."""
+        staging = self.consumer_groups * self.block_rows * (self.staging_bytes + 16)
+        bookkeeping = self.stages * (16 + 8 + 8)
+        return _align(self.stages * self.stage_bytes + _align(staging, 16) + bookkeeping, 1024)
+
+    @property
+    def name(self) -> str:
+        return (
+            f"tile_{self.contract}_{self.epilogue}_{self.numerics}_r{self.block_rows}_p{self.panel_tiles * TILE_ROWS}"
+            f"_k{self.k_tiles * TILE_K}_s{self.stages}_d{self.depth}_{self.arch}"
+        )
+
+    def constants(self) -> dict[str, int]:
+        """The integers of its Config struct."""
+        return {
+            "kBlockRows": self.block_rows,
+            "kWidthStep": self.width_step,
+            "kRowTiles": self.row_tiles,
+            "kConsumerGroups": self.consumer_groups,
+            "kPanelTiles": self.panel_tiles,
+            "kKTiles": self.k_tiles,
+            "kStages": self.stages,
+            "kDepth": self.depth,
+            "kStagingBytes": self.staging_bytes,
+            "kThreads": self.threads,
+            "kProducerRegisters": self.producer_registers,
+            "kConsumerRegisters": self.consumer_registers,
+            "kSmemBytes": self.smem_bytes,
+        }
+
+    def describe(self) -> dict[str, object]:
+        derived = ("width_step", "panel_tiles", "threads", "stage_bytes", "smem_bytes")
+        return {"name": self.name, **asdict(self), **{field: getattr(self, field) for field in derived}}
+
+    def why_illegal(self) -> str | None:
+        """Why the kernel could not be built with these fields; None where it can."""
+        if self.block_rows not in BLOCK_ROWS:
+            return f"a block of {self.block_rows} token rows; the kernel has {', '.join(map(str, BLOCK_ROWS))}"
+        if self.numerics == "exact" and self.block_rows > EXACT_BLOCK_ROWS:
+            return f"exact numerics with blocks of {self.block_rows} rows; its second accumulators fit up to {EXACT_BLOCK_ROWS}"
+        if self.stages < 2:
+            return f"{self.stages} stages; a ring needs 2"
+        if self.smem_bytes > SMEM_LIMIT:
+            return f"{self.smem_bytes} bytes of shared memory; a CTA has {SMEM_LIMIT}"
+        return None
+
+
+@dataclass(frozen=True)
+class StreamPlan:
+    """A stream kernel (kernel/stream.cuh): mma.sync, sixteen warps that share a piece's weights and its K. Exact numerics."""
+
+    arch: str
+    contract: str
+    epilogue: str  # store | store_paired | swiglu
+    block_rows: int
+    stages: int
+
+    numerics: ClassVar[str] = "exact"
+    header: ClassVar[str] = "chord/kernel/stream.cuh"
+    function: ClassVar[str] = "stream_kernel"
+    warps: ClassVar[int] = 16  # consumers; as stream_storage.cuh has it, like the two below
+    panel_tiles: ClassVar[int] = 4
+    k_tiles: ClassVar[int] = 4
+    producer_registers: ClassVar[int] = 32
+    consumer_registers: ClassVar[int] = 112
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps + 128  # registers move between warpgroups only, so the producer warp has three idle ones beside it
+
+    @property
+    def stage_bytes(self) -> int:
+        return _align(self.k_tiles * self.panel_tiles * TILE_BYTES + self.block_rows * (self.k_tiles * TOKEN_BYTES + 16), 128)
+
+    @property
+    def smem_bytes(self) -> int:
+        """sizeof(StreamStorage<Config>), which the kernel asserts."""
+        partials = self.panel_tiles * 4 * 3 * 32 * 16
+        return _align(self.stages * self.stage_bytes + partials + self.stages * (8 + 8 + 12 + 4 * self.block_rows), 128)
+
+    @property
+    def name(self) -> str:
+        return f"stream_{self.contract}_{self.epilogue}_{self.numerics}_r{self.block_rows}_s{self.stages}_{self.arch}"
+
+    def constants(self) -> dict[str, int]:
+        """The integers of its Config struct."""
+        return {
+            "kBlockRows": self.block_rows,
+            "kPanelTiles": self.panel_tiles,
+            "kStages": self.stages,
+            "kThreads": self.threads,
+            "kProducerRegisters": self.producer_registers,
+            "kConsumerRegisters": self.consumer_registers,
+            "kSmemBytes": self.smem_bytes,
+        }
+
+    def describe(self) -> dict[str, object]:
+        derived = ("numerics", "threads", "panel_tiles", "stage_bytes", "smem_bytes")
+        return {"name": self.name, **asdict(self), **{field: getattr(self, field) for field in derived}}
+
+    def why_illegal(self) -> str | None:
+        """Why the kernel could not be built with these fields; None where it can."""
+        if self.block_rows != STREAM_BLOCK_ROWS:
+            return f"a block of {self.block_rows} token rows; the stream kernel has {STREAM_BLOCK_ROWS}"
+        if self.stages < 2:
+            return f"{self.stages} stages; a ring needs 2"
+        if self.smem_bytes > SMEM_LIMIT:
+            return f"{self.smem_bytes} bytes of shared memory; a CTA has {SMEM_LIMIT}"
+        return None
+
+
+Plan = TilePlan | StreamPlan
