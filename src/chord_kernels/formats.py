@@ -13,6 +13,7 @@ Scales: for g in 0..7, 8 bytes = BF16 [row g | row g + 8][32-group 0 | 1 of the 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -36,6 +37,8 @@ class W4A16:
     block_bytes: ClassVar[int] = 576
     code_bytes: ClassVar[int] = 512
     tile_bytes: ClassVar[int] = 2304
+    scale_floor: ClassVar[float] = 2.0**-97
+    scale_limit: ClassVar[float] = 2.0**23
 
     @classmethod
     def why_not(cls, n: int, k: int, *, paired: bool = False) -> str | None:
@@ -138,10 +141,14 @@ class W4A16:
 
     @classmethod
     def check_scales(cls, scales: Tensor) -> Tensor:
-        """Scales as BF16. FP16 and FP32 are rounded to nearest once; what is not finite afterwards is refused."""
+        """Scales as BF16. FP16 and FP32 are rounded to nearest once; then what is not finite or reaches `scale_limit` is refused,
+        and magnitudes below `scale_floor` become 0: between the two, kernels scale weights without losing a bit."""
         if scales.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise FormatError(f"scales are {scales.dtype}; give bfloat16, or float16 / float32, which are rounded to bfloat16 once")
         rounded = scales.to(torch.bfloat16)
-        if not bool(torch.isfinite(rounded).all()):
+        largest = float(rounded.abs().amax()) if rounded.numel() else 0.0  # NaN if there is one
+        if not math.isfinite(largest):
             raise FormatError("scales hold values that are not finite as bfloat16 (inf, NaN or beyond 3.39e38); repair the checkpoint")
-        return rounded
+        if largest >= cls.scale_limit:
+            raise FormatError(f"scales reach {largest:g}; kernels take magnitudes below {cls.scale_limit:g}, so rescale the weight")
+        return torch.where(rounded.abs() < cls.scale_floor, 0.0, rounded)

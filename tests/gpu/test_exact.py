@@ -32,6 +32,18 @@ def test_one_hot_gives_the_weight(contract: str, block_rows: int, dequant: str, 
     assert torch.equal(out[written].float(), expected[routed.ids[written]])
 
 
+@pytest.mark.parametrize("scale", [2.0**-97, 2.0**-40 * 1.2421875, 0.01, 2.0**22 * 1.9921875])
+@pytest.mark.parametrize(("block_rows", "dequant"), [(16, "exact"), (32, "bf16"), (64, "bf16"), (128, "bf16")])
+def test_scales_of_any_size_that_packing_takes(scale: float, block_rows: int, dequant: str) -> None:
+    codes, _ = random_codes(1, 64, 128, device="cuda")
+    scales = torch.full((1, 64, 4), scale, device="cuda").to(torch.bfloat16)
+    x = torch.eye(128, dtype=torch.bfloat16, device="cuda")
+    routing = chord.align_indexed(torch.zeros((128, 1), dtype=torch.int32, device="cuda"), 1, block_rows)
+    out = chord.indexed(x, chord.pack_w4a16(codes, scales), routing, dequant=dequant)
+    values = W4A16.dequantize(codes, scales, rounded=True, dtype=torch.float32)
+    assert torch.equal(out.float(), values[0].T)
+
+
 @pytest.mark.parametrize("dequant", ["exact", "bf16"])
 def test_all_codes_in_order(dequant: str) -> None:
     """HAZARDS 30: codes 0..15 with scale 1 are -8..7."""

@@ -18,11 +18,6 @@ struct WeightFragment {
     words[0] = codes.x, words[1] = codes.y, words[2] = codes.z, words[3] = codes.w;
     scales[0] = pair.x, scales[1] = pair.y;
   }
-  // The scale of one 32-group in both halves of a register, times kIntegerUnits[row_half].
-  __device__ __forceinline__ uint32_t scale_pair(int row_half, int group) const {
-    constexpr uint32_t kUnits[2] = {0x42804280u, 0x40804080u};  // 64 and 4
-    return multiply_bf16x2(__byte_perm(scales[row_half], 0, group ? 0x3232 : 0x1010), kUnits[row_half]);
-  }
   __device__ __forceinline__ float scale(int row_half, int group) const {
     return group ? high_bf16(scales[row_half]) : low_bf16(scales[row_half]);
   }
@@ -45,11 +40,26 @@ __device__ __forceinline__ void decode_integers(uint32_t (&a)[4], uint32_t word)
   for (int j = 0; j < 4; ++j) a[j] = fma_bf16x2(a[j], kTwoTo127, j & 1 ? kMinusTwo : kMinusEighth);
 }
 
-// RN_bf16((code - 8) * scale). Register j belongs to row half j & 1; scales are in kIntegerUnits (WeightFragment::scale_pair).
-__device__ __forceinline__ void decode_scaled(uint32_t (&a)[4], uint32_t word, uint32_t scale_low_row, uint32_t scale_high_row) {
-  decode_integers(a, word);
+// What turns a raw value into (code - 8) * scale / kScaledUnits[row half]: one 32-group of one row, in both halves of a register.
+constexpr float kScaledUnits[2] = {0x1p29f, 0x1p25f};
+
+struct ScaledGroup {
+  uint32_t factor, offset;
+
+  __device__ __forceinline__ ScaledGroup(const WeightFragment& weight, int row_half, int group) {
+    constexpr uint32_t kTwoTo104 = 0x73807380u, kMinusEight[2] = {0xB280B280u, 0xB480B480u};  // -2^-26, -2^-22: in the units
+    const uint32_t pair = __byte_perm(weight.scales[row_half], 0, group ? 0x3232 : 0x1010);
+    factor = multiply_bf16x2(pair, kTwoTo104);
+    offset = multiply_bf16x2(pair, kMinusEight[row_half]);
+  }
+};
+
+// RN_bf16((code - 8) * scale) / kScaledUnits[row half]: a fused multiply-add rounds once, and powers of two change no digit as
+// long as 2^-97 <= scale < 2^23 (formats.py refuses larger ones; smaller ones lose bits). Register j belongs to row half j & 1.
+__device__ __forceinline__ void decode_scaled(uint32_t (&a)[4], uint32_t word, const ScaledGroup& low_row, const ScaledGroup& high_row) {
+  decode_raw(a, word);
 #pragma unroll
-  for (int j = 0; j < 4; ++j) a[j] = multiply_bf16x2(a[j], j & 1 ? scale_high_row : scale_low_row);
+  for (int j = 0; j < 4; ++j) a[j] = j & 1 ? fma_bf16x2(a[j], high_row.factor, high_row.offset) : fma_bf16x2(a[j], low_row.factor, low_row.offset);
 }
 
 }  // namespace chord

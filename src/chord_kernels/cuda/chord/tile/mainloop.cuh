@@ -36,6 +36,15 @@ __device__ __forceinline__ uint64_t token_operand(uint32_t tokens, int k_tile, i
   return wgmma_operand(tokens + wgmma_operand_step(k_tile * (Config::kBlockRows * kTokenBytes) + step * 32));
 }
 
+// Row half h of every sum times units[h].
+template <class Config, int kWidth, int kTiles>
+__device__ __forceinline__ void multiply_rows(Accumulators<Config>& sum, const float (&units)[2]) {
+#pragma unroll
+  for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+    for (int i = 0; i < kWidth / 2; ++i) sum[m][i] *= units[i >> 1 & 1];
+}
+
 // Numerics::kBf16. kDepth k-steps of A are in flight, across stage boundaries too: draining the tensor cores at every
 // stage would leave them idle for the time of a dequantization. The stage before is therefore released late.
 template <class Config, int kWidth, int kTiles>
@@ -58,7 +67,7 @@ __device__ __forceinline__ void accumulate_bf16(Accumulators<Config>& sum, const
         const int slot = (k_tile * kSteps + step) % kDepth;
 #pragma unroll
         for (int m = 0; m < kTiles; ++m)
-          decode_scaled(a[slot][m], fragment[m].words[step], fragment[m].scale_pair(0, step / 2), fragment[m].scale_pair(1, step / 2));
+          decode_scaled(a[slot][m], fragment[m].words[step], {fragment[m], 0, step / 2}, {fragment[m], 1, step / 2});
         wgmma_fence();
 #pragma unroll
         for (int m = 0; m < kTiles; ++m)
@@ -73,6 +82,7 @@ __device__ __forceinline__ void accumulate_bf16(Accumulators<Config>& sum, const
   }
   wgmma_wait<0>();
   ring.release(previous, self.lane);
+  multiply_rows<Config, kWidth, kTiles>(sum, kScaledUnits);
 }
 
 // Numerics::kExact. Integer weights; every 32-group has an accumulator of its own, which its row's scale multiplies in
@@ -131,10 +141,7 @@ __device__ __forceinline__ void accumulate_exact(Accumulators<Config>& sum, cons
     add_up(kStageGroups - 1);
     at.advance();
   }
-#pragma unroll
-  for (int m = 0; m < kTiles; ++m)
-#pragma unroll
-    for (int i = 0; i < kWidth / 2; ++i) sum[m][i] *= kIntegerUnits[i >> 1 & 1];
+  multiply_rows<Config, kWidth, kTiles>(sum, kIntegerUnits);
 }
 
 template <class Config, int kWidth, int kTiles>
