@@ -18,8 +18,10 @@ SMEM_LIMIT = 232_448  # bytes a CTA may have on Hopper and on Blackwell
 WIDTHS_PER_KERNEL = 4  # token widths compiled into one tile kernel; more make ptxas serialise the wgmma
 BLOCK_ROWS = (8, 16, 32, 64, 128)
 EXACT_BLOCK_ROWS = 32  # beyond, the second set of accumulators does not fit the registers
+SMALL_BLOCK_ROWS = 16  # up to here outputs go straight to memory, and exact sums have several chains
 STREAM_BLOCK_ROWS = 8  # with 16, a warp's sums and its operands of two octets do not fit the registers
 MAX_STAGES = 8
+LEAST_PRODUCER_REGISTERS = 40
 
 
 def _align(value: int, to: int) -> int:
@@ -57,15 +59,27 @@ class TilePlan:
         return 128 * (self.consumer_groups + 1)
 
     @property
-    def producer_registers(self) -> int:
-        return 40
-
-    @property
     def consumer_registers(self) -> int:
         # The launch owns threads x (65536 / threads, in steps of 8) registers; setmaxnreg may only hand those around.
-        at_launch = 65536 // self.threads // 8 * 8
-        spare = (at_launch - self.producer_registers) // self.consumer_groups // 8 * 8
-        return min(at_launch + spare, 232)
+        spare = (self._registers_at_launch - LEAST_PRODUCER_REGISTERS) // self.consumer_groups // 8 * 8
+        return min(self._registers_at_launch + spare, 232)
+
+    @property
+    def producer_registers(self) -> int:
+        """What the consumers leave."""
+        return self._registers_at_launch * (self.consumer_groups + 1) - self.consumer_registers * self.consumer_groups
+
+    @property
+    def _registers_at_launch(self) -> int:
+        return 65536 // self.threads // 8 * 8
+
+    @property
+    def chains(self) -> int:
+        """Exact numerics: in how many chains a tile's k-tiles are summed, so that as many warpgroups may share it."""
+        if self.numerics != "exact" or self.block_rows > SMALL_BLOCK_ROWS:
+            return 1
+        most = 32 // self.block_rows  # more do not fit the registers
+        return next(chains for chains in (most, 2, 1) if self.k_tiles % chains == 0)
 
     @property
     def staging_bytes(self) -> int:
@@ -79,9 +93,12 @@ class TilePlan:
     @property
     def smem_bytes(self) -> int:
         """sizeof(Storage<Config>), which the kernel asserts."""
-        staging = self.consumer_groups * self.block_rows * (self.staging_bytes + 16)
-        bookkeeping = self.stages * (16 + 8 + 8)
-        return _align(self.stages * self.stage_bytes + _align(staging, 16) + bookkeeping, 1024)
+        if self.block_rows <= SMALL_BLOCK_ROWS:
+            end = self.chains * (self.block_rows // 8) * 128 * 16 + (self.stages + 1) * self.block_rows * 4
+        else:
+            end = self.consumer_groups * self.block_rows * (self.staging_bytes + 16)
+        bookkeeping = (self.stages + 1) * 16 + self.stages * (8 + 8)
+        return _align(self.stages * self.stage_bytes + _align(end, 16) + bookkeeping, 1024)
 
     @property
     def name(self) -> str:
@@ -101,6 +118,7 @@ class TilePlan:
             "kKTiles": self.k_tiles,
             "kStages": self.stages,
             "kDepth": self.depth,
+            "kChains": self.chains,
             "kStagingBytes": self.staging_bytes,
             "kThreads": self.threads,
             "kProducerRegisters": self.producer_registers,
@@ -118,6 +136,8 @@ class TilePlan:
             return f"a block of {self.block_rows} token rows; the kernel has {', '.join(map(str, BLOCK_ROWS))}"
         if self.numerics == "exact" and self.block_rows > EXACT_BLOCK_ROWS:
             return f"exact numerics with blocks of {self.block_rows} rows; its second accumulators fit up to {EXACT_BLOCK_ROWS}"
+        if self.numerics == "exact" and (self.row_tiles, self.consumer_groups) != (1, 4):
+            return f"exact numerics with panels of {self.panel_tiles * TILE_ROWS} weight rows; four warpgroups have a tile each: 256"
         if self.stages < 2:
             return f"{self.stages} stages; a ring needs 2"
         if self.smem_bytes > SMEM_LIMIT:

@@ -2,7 +2,8 @@
 // Which outputs a fragment of sums becomes, and where they lie in an output row.
 #pragma once
 #include "chord/arch/bf16.cuh"
-#include "chord/tile/storage.cuh"
+#include "chord/arch/mma.cuh"
+#include "chord/schedule/rows.cuh"
 
 namespace chord {
 
@@ -48,6 +49,22 @@ __device__ __forceinline__ void octet_values(uint32_t* values, const float* sum)
     static_assert(kEpilogue == Epilogue::kStore || kEpilogue == Epilogue::kStorePaired);
     values[0] = round_bf16x2(sum[0], sum[1]);
     values[1] = round_bf16x2(sum[2], sum[3]);
+  }
+}
+
+// Eight tokens of a 16-row block, straight to memory: of weight tile `tile` (of all), the block `block`. destination: the output
+// row of token lane / 4; -1: none. A token's line is written in pieces of 16 bytes, which few tokens can afford.
+template <Epilogue kEpilogue>
+__device__ __forceinline__ void store_octet(const float* sum, int tile, int block, int32_t destination, const Operands& operands, int lane) {
+  using Map = OutputMap<kEpilogue>;
+  uint32_t values[Map::kHalves];
+  octet_values<kEpilogue>(values, sum);
+  const int64_t row = destination * (int64_t{operands.row_tiles} * Map::kOutputs);
+#pragma unroll
+  for (int half = 0; half < Map::kHalves; ++half) {
+    const uint32_t pair = transpose_matrix(values[half]);  // token lane / 4, outputs 2 (lane % 4) and the next
+    const int column = Map::column(tile, Map::staged(block, half), operands.row_tiles) + lane % 4 * 2;
+    if (destination >= 0) *reinterpret_cast<uint32_t*>(operands.outputs + (row + column) * 2) = pair;
   }
 }
 

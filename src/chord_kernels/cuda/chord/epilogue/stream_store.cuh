@@ -2,9 +2,7 @@
 // From the partial sums of four warps to rows of the output. Every 16-row block has one warp that adds up its four quarters of
 // K, always in the same order, and stores.
 #pragma once
-#include "chord/arch/mma.cuh"
 #include "chord/epilogue/outputs.cuh"
-#include "chord/schedule/rows.cuh"
 #include "chord/tile/stream_loop.cuh"
 
 namespace chord {
@@ -14,7 +12,6 @@ namespace chord {
 template <class Config>
 __device__ __forceinline__ void stream_store(const StreamSums& sum, int first_tile, int32_t destination, bool busy,
                                              StreamStorage<Config>& storage, const Operands& operands, const StreamThread& self) {
-  using Map = OutputMap<Config::kEpilogue>;
   constexpr int kThreads = kStreamWarps * kWarpLanes;
   auto& partials = storage.partials[self.tile];
   float own[4];
@@ -48,15 +45,7 @@ __device__ __forceinline__ void stream_store(const StreamSums& sum, int first_ti
   float total[4];
 #pragma unroll
   for (int c = 0; c < 4; ++c) total[c] = ((part[0][c] + part[1][c]) + (part[2][c] + part[3][c])) * kStreamUnits[c / 2];
-  uint32_t values[Map::kHalves];
-  octet_values<Config::kEpilogue>(values, total);
-  const int64_t row = destination * (int64_t{operands.row_tiles} * Map::kOutputs);
-#pragma unroll
-  for (int half = 0; half < Map::kHalves; ++half) {
-    const uint32_t pair = transpose_matrix(values[half]);  // token lane / 4, outputs 2 (lane % 4) and the next
-    const int column = Map::column(first_tile + self.tile, Map::staged(self.quarter, half), operands.row_tiles) + self.lane % 4 * 2;
-    if (destination >= 0) *reinterpret_cast<uint32_t*>(operands.outputs + (row + column) * 2) = pair;
-  }
+  store_octet<Config::kEpilogue>(total, first_tile + self.tile, self.quarter, destination, operands, self.lane);
 }
 
 }  // namespace chord

@@ -4,21 +4,25 @@
 // A persistent CTA computes pieces of the output (schedule/pieces.cuh); a piece is one block of token rows x up to
 // kPanelTiles * 64 weight rows. Three or more warpgroups:
 //
-//   warpgroup        | for every stage of kKTiles * 64 k                     | once a tile
-//   consumers 0..C-1 | wait full; dequantize A; wgmma; release               | width from TileInfo; stage and store outputs
+//   warpgroup        | for every stage of kKTiles * 64 k                     | once a piece
+//   consumers 0..C-1 | wait full; dequantize A; wgmma; release               | width and sharing from TileInfo; store outputs
 //   producer C       | wait empty; bulk copies of weights; gather of tokens  | locate its block; write TileInfo
 //
-//   barrier  | count              | arrivals of one phase                                    | waited for by
-//   full[s]  | 128 + 1            | every producer thread when its cp.async have landed;     | consumers, before
-//            |                    | thread 0 with the bytes of the bulk copies               | reading stage s
-//   empty[s] | 4 * C              | lane 0 of every consumer warp, when no wgmma of it reads | producers, before
-//            |                    | stage s any more                                         | writing stage s
-//   bar.sync 1 + g | 128          | warpgroup g around its staging rows                      | itself
+//   barrier        | count   | arrivals of one phase                                    | waited for by
+//   full[s]        | 128 + 1 | every producer thread when its cp.async have landed;     | consumers, before
+//                  |         | thread 0 with the bytes of the bulk copies               | reading stage s
+//   empty[s]       | 4 * C   | lane 0 of every consumer warp, when no wgmma of it reads | producers, before
+//                  |         | stage s any more                                         | writing stage s
+//   bar.sync 1 + g | 128     | warpgroup g around its staging rows (large blocks)       | itself
+//   bar.sync 1 + C | 128 * C | all consumers around the exchange of chains (exact.cuh)  | themselves
 //
 // Only the producer knows the schedule. The last stage it fills says rows = 0, and the consumers leave.
 #pragma once
 #include "chord/arch/grid.cuh"
 #include "chord/epilogue/store.cuh"
+#include "chord/schedule/producer.cuh"
+#include "chord/tile/bf16.cuh"
+#include "chord/tile/exact.cuh"
 
 namespace chord {
 
@@ -27,15 +31,23 @@ __device__ __forceinline__ void consume(Storage<Config>& storage, const Operands
                                         const ConsumerThread& self) {
   const Ring<Config> ring(storage);
   RingPosition<Config> at(0);
-  const Rows<Config> rows(routing);
   const int k_stages = operands.k_tiles / Config::kKTiles;
-  for (;;) {
+  for (PieceSlot<Config> slot;; slot.advance()) {
     ring.wait_full(at);
-    const TileInfo tile = ring.tile(at.stage);
+    const TileInfo tile = ring.tile(slot);
     if (tile.rows == 0) return;
-    Accumulators<Config> sum;
-    accumulate_tile<Config>(tile, sum, ring, at, k_stages, self);
-    store_tile<Config>(sum, tile, storage, operands, rows, self);
+    if constexpr (Config::kNumerics == Numerics::kExact) {
+      float total[Config::kBlockRows / 2];
+      const ExactRole role = exact_piece<Config>(tile, total, storage, ring, at, k_stages, self);
+      if (!role.stores) continue;
+      const TileInfo again = ring.tile(slot);  // read anew rather than kept in registers
+      store_tile<Config>(total, again.first_tile + role.tile, again, {storage, routing, slot, self.lane}, storage, operands, self);
+    } else {
+      static_assert(Config::kNumerics == Numerics::kBf16);
+      Accumulators<Config> sum;
+      bf16_piece<Config>(tile, sum, ring, at, k_stages, self);
+      store_tiles<Config>(sum, ring.tile(slot), {storage, routing, slot, self.lane}, storage, operands, self);
+    }
   }
 }
 

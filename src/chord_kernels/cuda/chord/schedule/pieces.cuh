@@ -12,19 +12,21 @@ struct Piece {
   int32_t tiles;
 };
 
-// Whole panels in rounds over the CTAs: the panels of a block run side by side and share its tokens in L2, and an expert's
-// blocks its weights. Panels that do not fill a last round are cut anew, into the narrowest pieces that still give every CTA at
-// most one: fewer weight tiles take less time, if not in proportion. K is never split: a row's sum has the same order in
-// whatever batch it is.
+// Every schedule deals out whole panels in rounds over the CTAs: the panels of a block run side by side and share its tokens in L2,
+// and an expert's blocks its weights. They differ in what they do with the panels that do not fill a last round. A piece spans
+// all of K: a row's sum has the same order in whatever batch it is.
+
+// The rest is cut anew, into the narrowest pieces that still give every CTA at most one: for kernels where fewer weight tiles take
+// less time, if not in proportion.
 template <class Config>
-struct Schedule {
+struct NarrowSchedule {
   int32_t panels;     // of a block
   int32_t row_tiles;  // of a block
   int32_t panel;      // the next one of this CTA
   int32_t whole;      // panels that are dealt out whole
   int32_t width;      // of this CTA's piece of the rest; 0: none
 
-  __device__ __forceinline__ Schedule(int blocks, int block_tiles)
+  __device__ __forceinline__ NarrowSchedule(int blocks, int block_tiles)
       : panels(pieces(block_tiles, Config::kPanelTiles)), row_tiles(block_tiles), panel(blockIdx.x), width(0) {
     const int workers = gridDim.x, total = blocks * panels;
     whole = total - total % workers;
@@ -60,5 +62,58 @@ struct Schedule {
     return true;
   }
 };
+
+// The rest is dealt out evenly to a single weight tile, in pieces of 4, 2 or 1: for kernels whose time is proportional to the
+// tiles of a piece.
+template <class Config>
+struct LevelSchedule {
+  int32_t panels;     // of a block
+  int32_t row_tiles;  // of a block
+  int32_t panel;      // the next one of this CTA
+  int32_t whole;      // panels that are dealt out whole
+  int32_t slot, end;  // this CTA's share of the rest; a slot is a weight tile, counted through the panels
+
+  __device__ __forceinline__ LevelSchedule(int blocks, int block_tiles)
+      : panels((block_tiles + Config::kPanelTiles - 1) / Config::kPanelTiles), row_tiles(block_tiles), panel(blockIdx.x) {
+    static_assert(Config::kPanelTiles == 4);
+    const int workers = gridDim.x, total = blocks * panels, rest = total % workers;
+    whole = total - rest;
+    // rest < workers, and a grid has at most a few hundred of them.
+    slot = whole * Config::kPanelTiles + rest * Config::kPanelTiles * static_cast<int>(blockIdx.x) / workers;
+    end = whole * Config::kPanelTiles + rest * Config::kPanelTiles * (static_cast<int>(blockIdx.x) + 1) / workers;
+  }
+
+  __device__ __forceinline__ bool next(Piece& piece) {
+    if (panel < whole) {
+      piece.block = panel / panels;
+      piece.first_tile = panel % panels * Config::kPanelTiles;
+      piece.tiles = min(Config::kPanelTiles, row_tiles - piece.first_tile);
+      panel += gridDim.x;
+      return true;
+    }
+    while (slot < end) {
+      const int at = slot / Config::kPanelTiles;
+      piece.block = at / panels;
+      piece.first_tile = at % panels * Config::kPanelTiles + slot % Config::kPanelTiles;
+      // It may reach into the block's next panel; the last panel may be partial: then 0 or less are left.
+      const int left = min(end - slot, row_tiles - piece.first_tile);
+      piece.tiles = left >= 4 ? 4 : left == 3 ? 2 : left;
+      slot += max(piece.tiles, 1);
+      if (piece.tiles > 0) return true;
+    }
+    return false;
+  }
+};
+
+template <class Config, bool kLevel>
+struct ScheduleOf {
+  using Type = NarrowSchedule<Config>;
+};
+template <class Config>
+struct ScheduleOf<Config, true> {
+  using Type = LevelSchedule<Config>;
+};
+template <class Config>
+using Schedule = typename ScheduleOf<Config, (Config::kChains > 1)>::Type;
 
 }  // namespace chord

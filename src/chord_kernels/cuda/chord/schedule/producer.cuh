@@ -65,6 +65,7 @@ template <class Config>
 __device__ __forceinline__ void produce(Storage<Config>& storage, const Operands& operands, const Routing& routing, int thread) {
   const Ring<Config> ring(storage);
   RingPosition<Config> at(1);
+  PieceSlot<Config> slot;
   Rows<Config> rows(routing);
   Gather<Config> gather(thread);
   const int k_stages = operands.k_tiles / Config::kKTiles;
@@ -74,18 +75,25 @@ __device__ __forceinline__ void produce(Storage<Config>& storage, const Operands
   Dependency dependency;
   if (!operands.weights_first) dependency.meet();
   Schedule<Config> schedule(rows.start(), operands.row_tiles);
-  for (Piece piece; schedule.next(piece);) {
-    const Block block = rows.locate(piece.block);
-    if (block.rows == 0) continue;
+  const auto copy = [&](const Block& block, const Piece& piece) {
+    if (block.rows == 0) return;
     const int64_t first_row = int64_t{block.expert} * operands.row_tiles + piece.first_tile;
     const uint8_t* weights = operands.weights + (first_row + min(thread, piece.tiles - 1)) * tile_row_bytes;
     for (int k_stage = 0; k_stage < k_stages; ++k_stage) {
       ring.wait_empty(at);
       const uint32_t full = ring.full_barrier(at.stage);
+      if constexpr (kSmallBlocks<Config>) {
+        if (k_stage == 0 && thread < kWarpLanes) {
+          if (thread < Config::kBlockRows)
+            storage.end.destinations[slot.index][thread] =
+                thread < block.rows ? rows.destination(block.first_slot + thread, block.expert) : -1;
+          __syncwarp();  // thread 0 arrives for them all
+        }
+      }
       if (thread < piece.tiles) {
         if (thread == 0) {
           if (k_stage == 0)
-            storage.tiles[at.stage] = {block.first_slot, block.expert, piece.first_tile, static_cast<uint32_t>(block.rows),
+            storage.tiles[slot.index] = {block.first_slot, block.expert, piece.first_tile, static_cast<uint32_t>(block.rows),
                                        static_cast<uint32_t>(piece.tiles)};
           barrier_arrive_expect(full, piece.tiles * kPieceBytes);
         }
@@ -101,12 +109,31 @@ __device__ __forceinline__ void produce(Storage<Config>& storage, const Operands
       barrier_arrive_after_copies(full);
       at.advance();
     }
+    slot.advance();
+  };
+
+  if constexpr (kSmallBlocks<Config>) {  // pieces are short: the next one's routing is fetched while this one is copied
+    Piece piece;
+    bool more = schedule.next(piece);
+    if (more) rows.fetch(piece.block);
+    while (more) {
+      const Block block = rows.locate(piece.block);
+      const Piece current = piece;
+      more = schedule.next(piece);
+      if (more) rows.fetch(piece.block);
+      copy(block, current);
+    }
+  } else {
+    for (Piece piece; schedule.next(piece);) {
+      rows.fetch(piece.block);
+      copy(rows.locate(piece.block), piece);
+    }
   }
 
   dependency.meet();
   ring.wait_empty(at);
   if (thread == 0) {
-    storage.tiles[at.stage].rows = 0;
+    storage.tiles[slot.index].rows = 0;
     barrier_arrive(ring.full_barrier(at.stage));
   }
   barrier_arrive(ring.full_barrier(at.stage));

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Row contracts: for block b, which expert, how many rows, where row i is read and where its outputs go. A "slot" is a
 // contract's own name for a row: an index into sorted_ids (indexed), or the row of x itself (contiguous, masked).
-// start() gives the number of blocks; locate() is called by whole warps with rising b below it. No contract reads a count
-// back to the host.
+// start() gives the number of blocks; fetch() asks for what locate() of the same block will need, so that the answer is there by
+// then. Both are called by whole warps, in pairs, with rising b below the number of blocks. No contract reads a count back to
+// the host.
 #pragma once
 #include "chord/arch/copy.cuh"
 #include "chord/arch/grid.cuh"
@@ -84,21 +85,32 @@ __device__ __forceinline__ int rows_up_to_last(Valid valid) {
 
 template <class Config>
 struct IndexedRows {
+  static constexpr int kIds = (Config::kBlockRows + kWarpLanes - 1) / kWarpLanes;
   const Routing& routing;
+  int32_t expert;
+  int32_t ids[kIds];  // of the block's rows, one a lane
 
   __device__ __forceinline__ explicit IndexedRows(const Routing& r) : routing(r) {}
 
   __device__ __forceinline__ int start() { return min(*routing.counts / Config::kBlockRows, routing.max_blocks); }
 
-  __device__ __forceinline__ Block locate(int block) const {
-    const int first_slot = block * Config::kBlockRows, expert = routing.experts[block];
-    const bool known = static_cast<uint32_t>(expert) < static_cast<uint32_t>(routing.num_experts);
-    const int rows = rows_up_to_last<Config::kBlockRows>([&](int i) { return destination(first_slot + i, 0) >= 0; });
-    return {expert, first_slot, known ? rows : 0};
+  __device__ __forceinline__ void fetch(int block) {
+    expert = routing.experts[block];
+#pragma unroll
+    for (int i = 0; i < kIds; ++i) {
+      const int row = i * kWarpLanes + warp_lane();
+      ids[i] = row < Config::kBlockRows ? routing.rows[block * Config::kBlockRows + row] : -1;
+    }
   }
+  __device__ __forceinline__ Block locate(int block) const {
+    const bool known = static_cast<uint32_t>(expert) < static_cast<uint32_t>(routing.num_experts);
+    const int rows = rows_up_to_last<Config::kBlockRows>([&](int i) { return valid(ids[i / kWarpLanes]); });
+    return {expert, block * Config::kBlockRows, known ? rows : 0};
+  }
+  __device__ __forceinline__ bool valid(int id) const { return static_cast<uint32_t>(id) < static_cast<uint32_t>(routing.limit); }
   __device__ __forceinline__ int destination(int slot, int) const {
     const int id = routing.rows[slot];
-    return static_cast<uint32_t>(id) < static_cast<uint32_t>(routing.limit) ? id : -1;
+    return valid(id) ? id : -1;
   }
   __device__ __forceinline__ int source(int slot, int expert) const {
     const int id = destination(slot, expert);
@@ -108,27 +120,32 @@ struct IndexedRows {
 
 template <class Config>
 struct ContiguousRows {
+  static constexpr int kExperts = (Config::kBlockRows + kWarpLanes - 1) / kWarpLanes;
   const Routing& routing;
+  int32_t experts[kExperts];  // of the block's rows, one a lane
 
   __device__ __forceinline__ explicit ContiguousRows(const Routing& r) : routing(r) {}
 
   __device__ __forceinline__ int start() { return routing.max_blocks; }
 
+  __device__ __forceinline__ void fetch(int block) {
+#pragma unroll
+    for (int i = 0; i < kExperts; ++i) {
+      const int row = i * kWarpLanes + warp_lane(), slot = block * Config::kBlockRows + row;
+      experts[i] = row < Config::kBlockRows && slot < routing.limit ? routing.rows[slot] : -1;
+    }
+  }
   __device__ __forceinline__ Block locate(int block) const {
-    const int first_slot = block * Config::kBlockRows;
     int found = -1;
     // The first valid row names the expert: rows of -1 may also come first.
 #pragma unroll
-    for (int base = 0; base < Config::kBlockRows; base += kWarpLanes) {
-      const int slot = first_slot + base + warp_lane();
-      const bool inside = base + warp_lane() < Config::kBlockRows && slot < routing.limit;
-      const int expert = inside ? routing.rows[slot] : -1;
+    for (int i = 0; i < kExperts; ++i) {
       const uint32_t votes =
-          __ballot_sync(kFullMask, static_cast<uint32_t>(expert) < static_cast<uint32_t>(routing.num_experts));
-      if (votes && found < 0) found = __shfl_sync(kFullMask, expert, __ffs(votes) - 1);
+          __ballot_sync(kFullMask, static_cast<uint32_t>(experts[i]) < static_cast<uint32_t>(routing.num_experts));
+      if (votes && found < 0) found = __shfl_sync(kFullMask, experts[i], __ffs(votes) - 1);
     }
-    const int rows = rows_up_to_last<Config::kBlockRows>([&](int i) { return destination(first_slot + i, found) >= 0; });
-    return {found, first_slot, found < 0 ? 0 : rows};
+    const int rows = rows_up_to_last<Config::kBlockRows>([&](int i) { return experts[i / kWarpLanes] == found; });
+    return {found, block * Config::kBlockRows, found < 0 ? 0 : rows};
   }
   // A row of another expert in this block (a broken alignment) is left untouched.
   __device__ __forceinline__ int destination(int slot, int expert) const {
@@ -168,6 +185,8 @@ struct MaskedRows {
       if (warp_lane() >= step) blocks_up_to += before;
     }
   }
+  __device__ __forceinline__ void fetch(int) const {}
+
   __device__ __forceinline__ Block locate(int block) {
     uint32_t later;
     while (!(later = __ballot_sync(kFullMask, block - first_block < blocks_up_to))) {

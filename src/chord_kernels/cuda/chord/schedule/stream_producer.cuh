@@ -22,8 +22,9 @@ __device__ __forceinline__ void stream_produce(StreamStorage<Config>& storage, c
 
   Dependency dependency;
   if (!operands.weights_first) dependency.meet();
-  Schedule<Config> schedule(rows.start(), operands.row_tiles);
+  NarrowSchedule<Config> schedule(rows.start(), operands.row_tiles);
   for (Piece piece; schedule.next(piece);) {
+    rows.fetch(piece.block);
     const Block block = rows.locate(piece.block);
     if (block.rows == 0) continue;
     int source = -1;

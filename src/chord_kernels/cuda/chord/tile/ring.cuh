@@ -21,6 +21,17 @@ struct RingPosition {
   }
 };
 
+// A piece's place among those that are known. The producer fills one with the piece's first stage, when all consumers have
+// begun a piece at most kStages before it, and so are done with the one that had the place.
+template <class Config>
+struct PieceSlot {
+  uint32_t index = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++index == kPieceSlots<Config>) index = 0;
+  }
+};
+
 // The two barriers of every stage: full, what consumers wait for; empty, what the producer waits for.
 template <class Config>
 struct StageBarriers {
@@ -56,8 +67,8 @@ struct Ring : StageBarriers<Config> {
   __device__ __forceinline__ uint32_t weights(uint32_t index) const {
     return stage(index) + sizeof(Stage<Config>::activations);
   }
-  __device__ __forceinline__ TileInfo tile(uint32_t index) const {
-    const uint4 raw = load_shared_16(tiles + index * sizeof(TileInfo));
+  __device__ __forceinline__ TileInfo tile(const PieceSlot<Config>& slot) const {
+    const uint4 raw = load_shared_16(tiles + slot.index * sizeof(TileInfo));
     return {static_cast<int32_t>(raw.x), static_cast<int32_t>(raw.y), static_cast<int32_t>(raw.z), raw.w & 0xFFFFu, raw.w >> 16};
   }
 };

@@ -31,7 +31,7 @@ struct alignas(1024) Stage {  // the 128-byte swizzle repeats every 1024 bytes
   WeightTile weights[Config::kPanelTiles][Config::kKTiles];
 };
 
-// What a consumer has to know of the output tile whose first stage this is. rows == 0: there is no further tile.
+// What consumers have to know of a piece. rows == 0: there is no further one.
 struct alignas(16) TileInfo {
   int32_t first_slot;  // a row contract's name for the block's first row
   int32_t expert;
@@ -41,12 +41,31 @@ struct alignas(16) TileInfo {
 };
 static_assert(sizeof(TileInfo) == 16);
 
+// Pieces that may be known at once: as many as there are stages, and the one whose outputs are being stored.
+template <class Config>
+constexpr int kPieceSlots = Config::kStages + 1;
+
+// What the end of a piece needs. Small blocks: chains on their way between warpgroups (tile/exact.cuh), and the output row of
+// every token row; -1: none.
+template <class Config, bool kSmall>
+struct EndStorage {
+  float4 exchange[Config::kChains][Config::kBlockRows / 8][kGroupThreads];
+  int32_t destinations[kPieceSlots<Config>][Config::kBlockRows];
+};
+// Large ones: staging rows. 16 bytes of padding a row: stmatrix and the 16-byte reads are free of bank conflicts.
+template <class Config>
+struct EndStorage<Config, false> {
+  uint8_t staging[Config::kConsumerGroups][Config::kBlockRows][Config::kStagingBytes + 16];
+};
+
+template <class Config>
+constexpr bool kSmallBlocks = Config::kBlockRows <= 16;
+
 template <class Config>
 struct Storage {
   Stage<Config> stages[Config::kStages];
-  // 16 bytes of padding a row: stmatrix and the 16-byte reads are free of bank conflicts.
-  uint8_t staging[Config::kConsumerGroups][Config::kBlockRows][Config::kStagingBytes + 16];
-  TileInfo tiles[Config::kStages];
+  EndStorage<Config, kSmallBlocks<Config>> end;
+  TileInfo tiles[kPieceSlots<Config>];
   Barrier full[Config::kStages];
   Barrier empty[Config::kStages];
 };

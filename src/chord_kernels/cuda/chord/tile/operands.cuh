@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the main loops of the tile kernel read from a stage: weights are the A operand, dequantized in registers; tokens are the
+// B operand, read by wgmma from the swizzled stage. A fragment covers weight rows g and g + 8 of the warp's 16, for tokens
+// 8 j + 2 t and 8 j + 2 t + 1: accumulators [4 j + {0, 1, 2, 3}].
+#pragma once
+#include "chord/arch/wgmma.cuh"
+#include "chord/tile/dequantize.cuh"
+#include "chord/tile/ring.cuh"
+
+namespace chord {
+
+template <class Config>
+using Accumulators = float[Config::kRowTiles][Config::kBlockRows / 2];
+
+struct ConsumerThread {
+  int group, warp, lane;  // warpgroup, warp in it, lane in that
+};
+
+// The warp's 16 rows of k-tile `k_tile` of a stage's weight tile `tile`.
+template <class Config>
+__device__ __forceinline__ uint32_t weight_block(uint32_t weights, int tile, int k_tile, const ConsumerThread& self) {
+  return weights + (tile * Config::kKTiles + k_tile) * sizeof(WeightTile) + self.warp * sizeof(WeightBlock);
+}
+
+// Where the tokens of a stage's k-tile begin, for token_operand. The shuffle tells the compiler that all lanes hold the same: descriptors are
+// then computed in uniform registers, where wgmma wants them, and not moved there one by one.
+template <class Config>
+__device__ __forceinline__ uint32_t stage_operand(const Ring<Config>& ring, uint32_t stage, int k_tile = 0) {
+  return __shfl_sync(kFullMask, wgmma_operand_base(ring.stage(stage) + k_tile * (Config::kBlockRows * kTokenBytes)), 0);
+}
+
+// The tokens of k-step `step` (16 k) of the k-tile `k_tile` further on, as wgmma's B operand.
+template <class Config>
+__device__ __forceinline__ uint64_t token_operand(uint32_t tokens, int k_tile, int step) {
+  return wgmma_operand(tokens + wgmma_operand_step(k_tile * (Config::kBlockRows * kTokenBytes) + step * 32));
+}
+
+// A warpgroup that no weight tile of this piece falls to lets its stages pass.
+template <class Config>
+__device__ __forceinline__ void pass_stages(const Ring<Config>& ring, RingPosition<Config>& at, int k_stages, const ConsumerThread& self) {
+  for (int k_stage = 0; k_stage < k_stages; ++k_stage) {
+    ring.wait_full(at);
+    ring.release(at.stage, self.lane);
+    at.advance();
+  }
+}
+
+}  // namespace chord
