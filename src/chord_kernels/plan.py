@@ -169,7 +169,7 @@ def _tile_plan(problem: Problem, epilogue: str, block: int, numerics: str, pins:
             consumer_groups=groups,
             k_tiles=1,
             stages=pins.get("stages", 2),
-            depth=3 if block == 64 else 2,
+            depth=2 if block == 128 else 3,
         )
     )
     # Long stages first: each costs a barrier round trip and, with exact numerics, a drain of the tensor cores.

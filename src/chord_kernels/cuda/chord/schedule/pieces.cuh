@@ -76,7 +76,9 @@ struct LevelSchedule {
   __device__ __forceinline__ LevelSchedule(int blocks, int block_tiles)
       : panels((block_tiles + Config::kPanelTiles - 1) / Config::kPanelTiles), row_tiles(block_tiles), panel(blockIdx.x) {
     static_assert(Config::kPanelTiles == 4);
-    const int workers = gridDim.x, total = blocks * panels, rest = total % workers;
+    const int workers = gridDim.x, total = blocks * panels;
+    // Shares of nearly a whole panel are not worth pieces that straddle two.
+    const int rest = total % workers * 8 < workers * 7 ? total % workers : 0;
     whole = total - rest;
     // rest < workers, and a grid has at most a few hundred of them.
     slot = whole * Config::kPanelTiles + rest * Config::kPanelTiles * static_cast<int>(blockIdx.x) / workers;

@@ -112,7 +112,8 @@ __device__ __forceinline__ void produce(Storage<Config>& storage, const Operands
     slot.advance();
   };
 
-  if constexpr (kSmallBlocks<Config>) {  // pieces are short: the next one's routing is fetched while this one is copied
+  // Where pieces can be short (and registers allow it), the next one's routing is fetched while this one is copied.
+  if constexpr (kSmallBlocks<Config> && Config::kNumerics == Numerics::kExact) {
     Piece piece;
     bool more = schedule.next(piece);
     if (more) rows.fetch(piece.block);
