@@ -158,7 +158,7 @@ def bench(
     """Time the named cases on this GPU, every output checked, against floors and recorded peers."""
     import torch
 
-    from .bench import humming, report
+    from .bench import humming, report, small_batch
     from .bench.suites import all_cases
     from .progress import progress
 
@@ -172,9 +172,9 @@ def bench(
     if unknown := [name for name in wanted if name not in known]:
         raise FormatError(f"section {unknown[0]!r} is not known; give one of {', '.join(known)}")
     cases = [case for case in cases if case.section in wanted and (points is None or str(case.point) in points.split(","))]
-    small = list(report.SMALL_BATCH_TOKENS) if "small" in wanted else []
+    small = list(small_batch.TOKENS) if "small" in wanted else []
     rows: list[report.Row] = []
-    with progress("timing", len(cases) + sum(len(report.SMALL_BATCH_TOKENS[name]) for name in small)) as step:
+    with progress("timing", len(cases) + sum(len(small_batch.TOKENS[name]) for name in small)) as step:
 
         def keep(row: report.Row) -> None:
             rows.append(row)
@@ -183,7 +183,7 @@ def bench(
             step()
 
         report.run_cases(cases, peer=peer, samples=samples, on_row=keep)
-        report.run_small_batches(small, samples=samples, on_row=keep)
+        small_batch.run(small, peer=peer, samples=samples, on_row=keep)
     _console().print(report.table(rows, str(report.timing.card()["name"])))
     if plot:
         report.plot(rows, plot)

@@ -27,7 +27,7 @@ PYTHON_LAYERS = (
     ("integrations",),
     ("bench.timing", "bench.suites"),
     ("bench.humming",),
-    ("bench.report", "bench.layer_run", "doctor"),
+    ("bench.report", "bench.small_batch", "bench.layer_run", "doctor"),
     ("cli",),
 )
 PYTHON = sorted(SOURCES.rglob("*.py"))

@@ -45,8 +45,8 @@ class HummingPeer:
         layer.transform()
         self._layer = layer
 
-    def prepare(self, case: Case, x: Tensor) -> Callable[[], Tensor]:
-        """A call that computes the case with humming, routed the same way."""
+    def prepare(self, case: Case, x: Tensor, ids: Tensor | None = None) -> Callable[[], Tensor]:
+        """A call that computes the case with humming, routed the same way; ids: of indexed cases, drawn as Chord's if not given."""
         from humming.testing.data import generate_moe_tensors
         from humming.tune import get_heuristics_config
 
@@ -59,7 +59,7 @@ class HummingPeer:
             "tuning_config": json.dumps(config),
         }
         if case.contract == "indexed":
-            ids = random_topk_ids(case.tokens, case.experts)
+            ids = random_topk_ids(case.tokens, case.experts) if ids is None else ids
             _, _, sorted_ids, expert_ids, padded = generate_moe_tensors(ids, case.experts, gemm_type, config["block_shape"][0])
             top_k = TOP_K if case.stage == "gate_up" else 1
             arguments |= {"sorted_ids": sorted_ids, "expert_ids": expert_ids, "num_tokens_padded": padded, "top_k": top_k}

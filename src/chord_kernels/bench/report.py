@@ -8,33 +8,18 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .. import ops
 from ..files import replacing
-from ..plan import SHIPPED_SHAPES
-from ..rows import IndexedRows, align_indexed
-from ..weights import PackedWeight
 from . import humming, timing
-from .suites import (
-    TOP_K,
-    Case,
-    make_inputs,
-    random_topk_ids,
-    random_weight,
-    recorded_peer_us,
-    recorded_small_batch,
-    weights_for,
-)
+from .suites import Case, make_inputs, recorded_peer_us, weights_for
 
 Row = dict[str, Any]
-SMALL_BATCH_TOKENS = {"kimi-k2-ep8": (1, 2, 4, 8, 16, 20, 32, 50, 64), "kimi-k2-tp8": (1, 2, 4, 8, 16, 32, 64, 128)}
-LAYERS_ROTATED = 6
 
 
 def run_cases(cases: list[Case], *, peer: bool, samples: int, on_row: Callable[[Row], None]) -> None:
@@ -62,77 +47,6 @@ def run_cases(cases: list[Case], *, peer: bool, samples: int, on_row: Callable[[
                 row["humming_us"] = round(timing.cold(other, lambda: 0.0, samples=samples).us, 2)
             on_row(row)
         del weight, rival
-
-
-def run_small_batches(names: Iterable[str], *, samples: int, on_row: Callable[[Row], None]) -> None:
-    """gate_up with SwiGLU, then down, over several layers with weights and routing of their own in one CUDA graph."""
-    for name in names:
-        experts, hidden, inter = SHIPPED_SHAPES[name]
-        layers = [
-            (
-                random_weight(experts, 2 * inter, hidden, paired=True, seed=seed),
-                random_weight(experts, hidden, inter, paired=False, seed=100 + seed),
-            )
-            for seed in range(LAYERS_ROTATED)
-        ]
-        for tokens in SMALL_BATCH_TOKENS[name]:
-            calls, check = _small_batch_layers(layers, tokens, hidden)
-            measured = timing.graph(calls, check, samples=samples)
-            case = "int4-kimi-" + name.rsplit("-", 1)[1]
-            row = {
-                "case": case,
-                "tokens": tokens,
-                "us_per_layer": round(measured.us, 2),
-                "spread": round(measured.spread, 4),
-                "error": measured.error,
-                "layers_rotated": LAYERS_ROTATED,
-                "routing": "uniform",
-                **recorded_small_batch(case, tokens),
-            }
-            on_row(row)
-        del layers
-
-
-def _small_batch_layers(
-    layers: list[tuple[PackedWeight, PackedWeight]], tokens: int, hidden: int
-) -> tuple[list[Callable[[], object]], Callable[[], float]]:
-    from .. import reference
-
-    experts = layers[0][0].experts
-    block_rows = ops.block_rows_on(layers[0][0].device, tokens * TOP_K / experts)
-    calls: list[Callable[[], object]] = []
-    states = []
-    for index, (gate_up, down) in enumerate(layers):
-        x = torch.randn((tokens, hidden), device="cuda", generator=torch.Generator("cuda").manual_seed(index)).to(torch.bfloat16)
-        ids = random_topk_ids(tokens, experts, seed=1000 * index + tokens)
-        routing = align_indexed(ids, experts, block_rows)
-        by_row = IndexedRows(routing.sorted_ids, routing.expert_ids, routing.num_tokens_padded, 1, block_rows)
-        middle = torch.full((tokens * TOP_K, down.k), float("nan"), dtype=torch.bfloat16, device="cuda")
-        out = torch.full((tokens * TOP_K, hidden), float("nan"), dtype=torch.bfloat16, device="cuda")
-        states.append((x, ids, middle, out))
-
-        def call(x=x, gate_up=gate_up, routing=routing, middle=middle, down=down, by_row=by_row, out=out) -> None:
-            ops.indexed(x, gate_up, routing, out=middle, epilogue="swiglu", dependent_launch=True)
-            ops.indexed(middle, down, by_row, out=out, dependent_launch="weights_first")
-
-        calls.append(call)
-
-    def check() -> float:
-        """Down's output of the last layer against FP64 of the SwiGLU output that the kernel wrote, and that against FP64."""
-        x, ids, middle, out = states[-1]
-        gate_up, down = layers[-1]
-        errors = []
-        for row in {0, (tokens * TOP_K) // 2, tokens * TOP_K - 1}:
-            expert = int(ids.flatten()[row])
-            first = reference.expert_product(
-                x[row // TOP_K].unsqueeze(0), *gate_up.unpack_expert(expert), dequant="exact", dtype=torch.float64
-            )
-            errors.append(reference.relative_error(middle[row], reference.swiglu(first)[0]))
-            second = reference.expert_product(middle[row].unsqueeze(0), *down.unpack_expert(expert), dequant="exact", dtype=torch.float64)
-            errors.append(reference.relative_error(out[row], second[0]))
-        return max(errors)
-
-    return calls, check
 
 
 # ---- what is written --------------------------------------------------------------------------------------------------------
@@ -187,7 +101,7 @@ def table(rows: list[Row], title: str) -> Any:
 
     shown = Table(title=title)
     shown.add_column("case")
-    for column in ("us", "x floor", "GB/s", "TFLOP/s", "best recorded peer", "humming here", "error"):
+    for column in ("us", "x floor", "GB/s", "TFLOP/s", "two products", "best recorded peer", "humming here", "error"):
         shown.add_column(column, justify="right")
     for row in rows:
         us = row.get("us", row.get("us_per_layer"))
@@ -199,6 +113,7 @@ def table(rows: list[Row], title: str) -> Any:
             f"{us / floor:.2f}" if floor else "-",
             str(row.get("gbs", "-")),
             str(row.get("tflops", "-")),
+            f"{row['two_products_us']:.1f}" if "two_products_us" in row else "-",
             f"{recorded / us:.2f} x" if recorded else "-",
             f"{live / us:.2f} x" if live else "-",
             f"{row['error']:.2e}",
