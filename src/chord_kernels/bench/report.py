@@ -13,8 +13,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..files import replacing
 from . import humming, timing
 from .suites import Case, make_inputs, recorded_peer_us, weights_for
