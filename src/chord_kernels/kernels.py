@@ -75,11 +75,9 @@ class TilePlan:
 
     @property
     def chains(self) -> int:
-        """Exact numerics: in how many chains a tile's k-tiles are summed, so that as many warpgroups may share it."""
-        if self.numerics != "exact" or self.block_rows > SMALL_BLOCK_ROWS:
-            return 1
-        most = 32 // self.block_rows  # more do not fit the registers
-        return next(chains for chains in (most, 2, 1) if self.k_tiles % chains == 0)
+        """In how many chains an exact sum's slices of K are added up, so that as many warpgroups may share a weight tile."""
+        small = self.numerics == "exact" and self.block_rows <= SMALL_BLOCK_ROWS
+        return 32 // self.block_rows if small else 1  # more do not fit the registers
 
     @property
     def staging_bytes(self) -> int:
@@ -88,7 +86,7 @@ class TilePlan:
 
     @property
     def stage_bytes(self) -> int:
-        return _align(self.k_tiles * (self.block_rows * TOKEN_BYTES + self.panel_tiles * TILE_BYTES), 1024)
+        return _align(self.k_tiles * (self.chains * self.block_rows * TOKEN_BYTES + self.panel_tiles * TILE_BYTES), 1024)
 
     @property
     def smem_bytes(self) -> int:

@@ -4,9 +4,9 @@
 // A persistent CTA computes pieces of the output (schedule/pieces.cuh); a piece is one block of token rows x up to
 // kPanelTiles * 64 weight rows. Three or more warpgroups:
 //
-//   warpgroup        | for every stage of kKTiles * 64 k                     | once a piece
-//   consumers 0..C-1 | wait full; dequantize A; wgmma; release               | width and sharing from TileInfo; store outputs
-//   producer C       | wait empty; bulk copies of weights; gather of tokens  | locate its block; write TileInfo
+//   warpgroup        | for every stage of one or more slices of kKTiles * 64 k | once a piece
+//   consumers 0..C-1 | wait full; dequantize A; wgmma; release                 | width and sharing from TileInfo; store outputs
+//   producer C       | wait empty; bulk copies of weights; gather of tokens    | locate its block; write TileInfo
 //
 //   barrier        | count   | arrivals of one phase                                    | waited for by
 //   full[s]        | 128 + 1 | every producer thread when its cp.async have landed;     | consumers, before
@@ -31,21 +31,21 @@ __device__ __forceinline__ void consume(Storage<Config>& storage, const Operands
                                         const ConsumerThread& self) {
   const Ring<Config> ring(storage);
   RingPosition<Config> at(0);
-  const int k_stages = operands.k_tiles / Config::kKTiles;
+  const int slices = operands.k_tiles / Config::kKTiles;
   for (PieceSlot<Config> slot;; slot.advance()) {
     ring.wait_full(at);
     const TileInfo tile = ring.tile(slot);
     if (tile.rows == 0) return;
     if constexpr (Config::kNumerics == Numerics::kExact) {
       float total[Config::kBlockRows / 2];
-      const ExactRole role = exact_piece<Config>(tile, total, storage, ring, at, k_stages, self);
+      const ExactRole role = exact_piece<Config>(tile, total, storage, ring, at, slices, self);
       if (!role.stores) continue;
       const TileInfo again = ring.tile(slot);  // read anew rather than kept in registers
       store_tile<Config>(total, again.first_tile + role.tile, again, {storage, routing, slot, self.lane}, storage, operands, self);
     } else {
       static_assert(Config::kNumerics == Numerics::kBf16);
       Accumulators<Config> sum;
-      bf16_piece<Config>(tile, sum, ring, at, k_stages, self);
+      bf16_piece<Config>(tile, sum, ring, at, slices, self);
       store_tiles<Config>(sum, ring.tile(slot), {storage, routing, slot, self.lane}, storage, operands, self);
     }
   }

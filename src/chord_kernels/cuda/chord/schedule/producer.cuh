@@ -68,43 +68,46 @@ __device__ __forceinline__ void produce(Storage<Config>& storage, const Operands
   PieceSlot<Config> slot;
   Rows<Config> rows(routing);
   Gather<Config> gather(thread);
-  const int k_stages = operands.k_tiles / Config::kKTiles;
+  const int slices = operands.k_tiles / Config::kKTiles;
   const uint32_t tile_row_bytes = operands.k_tiles * sizeof(WeightTile);
-  constexpr uint32_t kPieceBytes = Config::kKTiles * sizeof(WeightTile);
+  constexpr uint32_t kSliceBytes = Config::kKTiles * sizeof(WeightTile);  // of one weight tile
 
   Dependency dependency;
   if (!operands.weights_first) dependency.meet();
   Schedule<Config> schedule(rows.start(), operands.row_tiles);
   const auto copy = [&](const Block& block, const Piece& piece) {
     if (block.rows == 0) return;
-    const int64_t first_row = int64_t{block.expert} * operands.row_tiles + piece.first_tile;
-    const uint8_t* weights = operands.weights + (first_row + min(thread, piece.tiles - 1)) * tile_row_bytes;
-    for (int k_stage = 0; k_stage < k_stages; ++k_stage) {
+    // Thread i < tiles * stage_slices copies slice i / tiles of a stage, of tile i % tiles.
+    const int stage_slices = piece_slices<Config>(piece.tiles), mine = thread / piece.tiles;
+    const int64_t row = int64_t{block.expert} * operands.row_tiles + piece.first_tile + thread % piece.tiles;
+    const uint8_t* weights = operands.weights + row * tile_row_bytes + mine * kSliceBytes;
+    for (int slice = 0; slice < slices; slice += stage_slices) {
+      const int count = min(stage_slices, slices - slice);
       ring.wait_empty(at);
       const uint32_t full = ring.full_barrier(at.stage);
       if constexpr (kSmallBlocks<Config>) {
-        if (k_stage == 0 && thread < kWarpLanes) {
+        if (slice == 0 && thread < kWarpLanes) {
           if (thread < Config::kBlockRows)
             storage.end.destinations[slot.index][thread] =
                 thread < block.rows ? rows.destination(block.first_slot + thread, block.expert) : -1;
           __syncwarp();  // thread 0 arrives for them all
         }
       }
-      if (thread < piece.tiles) {
+      if (mine < count) {
         if (thread == 0) {
-          if (k_stage == 0)
+          if (slice == 0)
             storage.tiles[slot.index] = {block.first_slot, block.expert, piece.first_tile, static_cast<uint32_t>(block.rows),
-                                       static_cast<uint32_t>(piece.tiles)};
-          barrier_arrive_expect(full, piece.tiles * kPieceBytes);
+                                         static_cast<uint32_t>(piece.tiles)};
+          barrier_arrive_expect(full, piece.tiles * count * kSliceBytes);
         }
-        copy_bulk(ring.weights(at.stage) + thread * kPieceBytes, weights, kPieceBytes, full);
-        weights += kPieceBytes;
+        copy_bulk(ring.weights(at.stage) + thread * kSliceBytes, weights, kSliceBytes, full);
+        weights += stage_slices * kSliceBytes;
       }
-      if (k_stage == 0) {  // only now: the weights are on their way while the rows' ids are read
+      if (slice == 0) {  // only now: the weights are on their way while the rows' ids are read
         dependency.meet();
         gather.aim(rows, block, operands, thread);
       }
-      gather.copy(ring.stage(at.stage), thread);
+      for (int i = 0; i < count; ++i) gather.copy(ring.stage(at.stage) + i * kSliceTokenBytes<Config>, thread);
       // No proxy fence after cp.async: it would stall the ring, and completion through the barrier is enough for wgmma.
       barrier_arrive_after_copies(full);
       at.advance();

@@ -16,20 +16,20 @@ struct ConsumerThread {
   int group, warp, lane;  // warpgroup, warp in it, lane in that
 };
 
-// The warp's 16 rows of k-tile `k_tile` of a stage's weight tile `tile`.
+// The warp's 16 rows of k-tile `k_tile` of slot `slot` of a stage's weights.
 template <class Config>
-__device__ __forceinline__ uint32_t weight_block(uint32_t weights, int tile, int k_tile, const ConsumerThread& self) {
-  return weights + (tile * Config::kKTiles + k_tile) * sizeof(WeightTile) + self.warp * sizeof(WeightBlock);
+__device__ __forceinline__ uint32_t weight_block(uint32_t weights, int slot, int k_tile, const ConsumerThread& self) {
+  return weights + (slot * Config::kKTiles + k_tile) * sizeof(WeightTile) + self.warp * sizeof(WeightBlock);
 }
 
-// Where the tokens of a stage's k-tile begin, for token_operand. The shuffle tells the compiler that all lanes hold the same: descriptors are
+// Where the tokens of a stage's slice begin, for token_operand. The shuffle tells the compiler that all lanes hold the same: descriptors are
 // then computed in uniform registers, where wgmma wants them, and not moved there one by one.
 template <class Config>
-__device__ __forceinline__ uint32_t stage_operand(const Ring<Config>& ring, uint32_t stage, int k_tile = 0) {
-  return __shfl_sync(kFullMask, wgmma_operand_base(ring.stage(stage) + k_tile * (Config::kBlockRows * kTokenBytes)), 0);
+__device__ __forceinline__ uint32_t stage_operand(const Ring<Config>& ring, uint32_t stage, int slice = 0) {
+  return __shfl_sync(kFullMask, wgmma_operand_base(ring.stage(stage) + slice * kSliceTokenBytes<Config>), 0);
 }
 
-// The tokens of k-step `step` (16 k) of the k-tile `k_tile` further on, as wgmma's B operand.
+// The tokens of k-step `step` (16 k) of a slice's k-tile, as wgmma's B operand.
 template <class Config>
 __device__ __forceinline__ uint64_t token_operand(uint32_t tokens, int k_tile, int step) {
   return wgmma_operand(tokens + wgmma_operand_step(k_tile * (Config::kBlockRows * kTokenBytes) + step * 32));
@@ -37,8 +37,8 @@ __device__ __forceinline__ uint64_t token_operand(uint32_t tokens, int k_tile, i
 
 // A warpgroup that no weight tile of this piece falls to lets its stages pass.
 template <class Config>
-__device__ __forceinline__ void pass_stages(const Ring<Config>& ring, RingPosition<Config>& at, int k_stages, const ConsumerThread& self) {
-  for (int k_stage = 0; k_stage < k_stages; ++k_stage) {
+__device__ __forceinline__ void pass_stages(const Ring<Config>& ring, RingPosition<Config>& at, int stages, const ConsumerThread& self) {
+  for (int stage = 0; stage < stages; ++stage) {
     ring.wait_full(at);
     ring.release(at.stage, self.lane);
     at.advance();
