@@ -14,14 +14,19 @@ TILE_K = 64
 TILE_BYTES = 2304
 TOKEN_BYTES = TILE_K * 2
 
-SMEM_LIMIT = 232_448  # bytes a CTA may have on Hopper and on Blackwell
+SMEM_OF_SM = 228 * 1024  # bytes, on Hopper and on Blackwell; every CTA takes 1 KB beside its own
 WIDTHS_PER_KERNEL = 4  # token widths compiled into one tile kernel; more make ptxas serialise the wgmma
 BLOCK_ROWS = (8, 16, 32, 64, 128)
 EXACT_BLOCK_ROWS = 32  # beyond, the second set of accumulators does not fit the registers
-SMALL_BLOCK_ROWS = 16  # up to here outputs go straight to memory, and exact sums have several chains
-STREAM_BLOCK_ROWS = 8  # with 16, a warp's sums and its operands of two octets do not fit the registers
+SMALL_BLOCK_ROWS = 16  # up to here outputs go straight to memory
+STREAM_BLOCK_ROWS = (8, 16, 32)
 MAX_STAGES = 8
 LEAST_PRODUCER_REGISTERS = 40
+
+
+def smem_limit(ctas: int) -> int:
+    """Bytes of shared memory a CTA may have where `ctas` of them share an SM."""
+    return SMEM_OF_SM // ctas - 1024
 
 
 def _align(value: int, to: int) -> int:
@@ -40,6 +45,7 @@ class TilePlan:
     row_tiles: int
     consumer_groups: int
     k_tiles: int
+    ctas: int  # an SM
     stages: int
     depth: int  # k-steps of A in flight (bf16 numerics); more than this and ptxas serialises the wgmma
 
@@ -71,13 +77,7 @@ class TilePlan:
 
     @property
     def _registers_at_launch(self) -> int:
-        return 65536 // self.threads // 8 * 8
-
-    @property
-    def chains(self) -> int:
-        """In how many chains an exact sum's slices of K are added up, so that as many warpgroups may share a weight tile."""
-        small = self.numerics == "exact" and self.block_rows <= SMALL_BLOCK_ROWS
-        return 32 // self.block_rows if small else 1  # more do not fit the registers
+        return 65536 // self.ctas // self.threads // 8 * 8
 
     @property
     def staging_bytes(self) -> int:
@@ -86,13 +86,13 @@ class TilePlan:
 
     @property
     def stage_bytes(self) -> int:
-        return _align(self.k_tiles * (self.chains * self.block_rows * TOKEN_BYTES + self.panel_tiles * TILE_BYTES), 1024)
+        return _align(self.k_tiles * (self.block_rows * TOKEN_BYTES + self.panel_tiles * TILE_BYTES), 1024)
 
     @property
     def smem_bytes(self) -> int:
         """sizeof(Storage<Config>), which the kernel asserts."""
         if self.block_rows <= SMALL_BLOCK_ROWS:
-            end = self.chains * (self.block_rows // 8) * 128 * 16 + (self.stages + 1) * self.block_rows * 4
+            end = (self.stages + 1) * self.block_rows * 4
         else:
             end = self.consumer_groups * self.block_rows * (self.staging_bytes + 16)
         bookkeeping = (self.stages + 1) * 16 + self.stages * (8 + 8)
@@ -102,7 +102,7 @@ class TilePlan:
     def name(self) -> str:
         return (
             f"tile_{self.contract}_{self.epilogue}_{self.numerics}_r{self.block_rows}_p{self.panel_tiles * TILE_ROWS}"
-            f"_k{self.k_tiles * TILE_K}_s{self.stages}_d{self.depth}_{self.arch}"
+            f"_k{self.k_tiles * TILE_K}_c{self.ctas}_s{self.stages}_d{self.depth}_{self.arch}"
         )
 
     def constants(self) -> dict[str, int]:
@@ -116,9 +116,9 @@ class TilePlan:
             "kKTiles": self.k_tiles,
             "kStages": self.stages,
             "kDepth": self.depth,
-            "kChains": self.chains,
             "kStagingBytes": self.staging_bytes,
             "kThreads": self.threads,
+            "kCtas": self.ctas,
             "kProducerRegisters": self.producer_registers,
             "kConsumerRegisters": self.consumer_registers,
             "kSmemBytes": self.smem_bytes,
@@ -134,37 +134,59 @@ class TilePlan:
             return f"a block of {self.block_rows} token rows; the kernel has {', '.join(map(str, BLOCK_ROWS))}"
         if self.numerics == "exact" and self.block_rows > EXACT_BLOCK_ROWS:
             return f"exact numerics with blocks of {self.block_rows} rows; its second accumulators fit up to {EXACT_BLOCK_ROWS}"
-        if self.numerics == "exact" and (self.row_tiles, self.consumer_groups) != (1, 4):
-            return f"exact numerics with panels of {self.panel_tiles * TILE_ROWS} weight rows; four warpgroups have a tile each: 256"
+        if self.numerics == "exact" and self.row_tiles != 1:
+            return f"exact numerics with {self.row_tiles} weight tiles a warpgroup; its second accumulators fit for one"
         if self.stages < 2:
             return f"{self.stages} stages; a ring needs 2"
-        if self.smem_bytes > SMEM_LIMIT:
-            return f"{self.smem_bytes} bytes of shared memory; a CTA has {SMEM_LIMIT}"
+        if self.smem_bytes > (limit := smem_limit(self.ctas)):
+            return f"{self.smem_bytes} bytes of shared memory; a CTA has {limit}"
         return None
 
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """A stream kernel (kernel/stream.cuh): mma.sync, sixteen warps that share a piece's weights and its K. Exact numerics."""
+    """A stream kernel (kernel/stream.cuh): mma.sync; teams of four warps for every part of K, or that take turns with pieces."""
 
     arch: str
     contract: str
     epilogue: str  # store | store_paired | swiglu
+    numerics: str
     block_rows: int
+    split: int  # parts of K, which share every stage
+    teams: int  # that take turns with pieces of one stage
+    ctas: int  # an SM; two leave room for the next kernel's first weights while this one ends
     stages: int
 
-    numerics: ClassVar[str] = "exact"
     header: ClassVar[str] = "chord/kernel/stream.cuh"
     function: ClassVar[str] = "stream_kernel"
-    warps: ClassVar[int] = 16  # consumers; as stream_storage.cuh has it, like the two below
-    panel_tiles: ClassVar[int] = 4
-    k_tiles: ClassVar[int] = 4
-    producer_registers: ClassVar[int] = 32
-    consumer_registers: ClassVar[int] = 112
+    k_tiles: ClassVar[int] = 4  # as stream_storage.cuh has it
+
+    @property
+    def panel_tiles(self) -> int:
+        """Narrow where a piece is one stage: each team has two, one to compute and one on its way."""
+        return 4 if self.split > 1 else 2
+
+    @property
+    def warps(self) -> int:
+        """Consumers."""
+        return 4 * self.split * self.teams
 
     @property
     def threads(self) -> int:
         return 32 * self.warps + 128  # registers move between warpgroups only, so the producer warp has three idle ones beside it
+
+    @property
+    def consumer_registers(self) -> int:
+        groups = self.warps // 4
+        return min((self._registers_at_launch * (groups + 1) - self.producer_registers) // groups // 8 * 8, 232)
+
+    @property
+    def producer_registers(self) -> int:
+        return 64 if self.ctas == 1 else 40
+
+    @property
+    def _registers_at_launch(self) -> int:
+        return 65536 // self.ctas // self.threads // 8 * 8
 
     @property
     def stage_bytes(self) -> int:
@@ -173,18 +195,23 @@ class StreamPlan:
     @property
     def smem_bytes(self) -> int:
         """sizeof(StreamStorage<Config>), which the kernel asserts."""
-        partials = self.panel_tiles * 4 * 3 * 32 * 16
+        partials = 4 * 4 * (self.split - 1) * self.block_rows // 8 * 32 * 16
         return _align(self.stages * self.stage_bytes + partials + self.stages * (8 + 8 + 12 + 4 * self.block_rows), 128)
 
     @property
     def name(self) -> str:
-        return f"stream_{self.contract}_{self.epilogue}_{self.numerics}_r{self.block_rows}_s{self.stages}_{self.arch}"
+        return (
+            f"stream_{self.contract}_{self.epilogue}_{self.numerics}_r{self.block_rows}_k{self.split}_t{self.teams}_c{self.ctas}_s{self.stages}_{self.arch}"
+        )
 
     def constants(self) -> dict[str, int]:
         """The integers of its Config struct."""
         return {
             "kBlockRows": self.block_rows,
             "kPanelTiles": self.panel_tiles,
+            "kSplit": self.split,
+            "kTeams": self.teams,
+            "kCtas": self.ctas,
             "kStages": self.stages,
             "kThreads": self.threads,
             "kProducerRegisters": self.producer_registers,
@@ -193,17 +220,19 @@ class StreamPlan:
         }
 
     def describe(self) -> dict[str, object]:
-        derived = ("numerics", "threads", "panel_tiles", "stage_bytes", "smem_bytes")
+        derived = ("threads", "panel_tiles", "stage_bytes", "smem_bytes")
         return {"name": self.name, **asdict(self), **{field: getattr(self, field) for field in derived}}
 
     def why_illegal(self) -> str | None:
         """Why the kernel could not be built with these fields; None where it can."""
-        if self.block_rows != STREAM_BLOCK_ROWS:
-            return f"a block of {self.block_rows} token rows; the stream kernel has {STREAM_BLOCK_ROWS}"
-        if self.stages < 2:
-            return f"{self.stages} stages; a ring needs 2"
-        if self.smem_bytes > SMEM_LIMIT:
-            return f"{self.smem_bytes} bytes of shared memory; a CTA has {SMEM_LIMIT}"
+        if self.block_rows not in STREAM_BLOCK_ROWS:
+            return f"a block of {self.block_rows} token rows; the stream kernel has {', '.join(map(str, STREAM_BLOCK_ROWS))}"
+        if self.split > 1 and self.teams > 1:
+            return f"{self.split} parts of K and {self.teams} teams; either share stages or take turns"
+        if self.stages < 2 or self.stages % self.teams:
+            return f"{self.stages} stages; a ring needs 2, and the same number for each of {self.teams} teams"
+        if self.smem_bytes > (limit := smem_limit(self.ctas)):
+            return f"{self.smem_bytes} bytes of shared memory; a CTA has {limit}"
         return None
 
 

@@ -220,7 +220,7 @@ def _launch(
 
     plan = plan_of(problem)
     panels = -(-problem.n // (plan.panel_tiles * 64))
-    grid = min(problem.sm_count, blocks * panels * plan.panel_tiles)
+    grid = min(problem.sm_count * plan.ctas, blocks * panels * plan.panel_tiles)
     if grid == 0:
         return
     index = x.device.index

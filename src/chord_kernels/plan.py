@@ -15,7 +15,7 @@ from .kernels import (
     BLOCK_ROWS,
     EXACT_BLOCK_ROWS,
     MAX_STAGES,
-    SMEM_LIMIT,
+    smem_limit,
     STREAM_BLOCK_ROWS,
     TILE_K,
     TILE_ROWS,
@@ -131,19 +131,37 @@ def make_plan(problem: Problem, pins: Mapping[str, int | str] | None = None) -> 
     epilogue = "store_paired" if problem.epilogue == "store" and problem.paired else problem.epilogue
     plan: Plan
     if _streams(problem, block, numerics, pins.get("kernel")):
-        plan = _legal(StreamPlan(problem.arch, problem.contract, epilogue, block, stages=pins.get("stages", 2)))
+        plan = _stream_plan(problem, epilogue, block, numerics, pins)
     else:
         plan = _tile_plan(problem, epilogue, block, numerics, pins)
-    while "stages" not in pins and plan.stages < MAX_STAGES and (more := replace(plan, stages=plan.stages + 1)).why_illegal() is None:
-        plan = more
-    return plan
+    if "stages" in pins:
+        return plan
+    return next(p for stages in range(MAX_STAGES, 0, -1) if (p := replace(plan, stages=stages)).why_illegal() is None)
 
 
 def _streams(problem: Problem, block: int, numerics: str, kernel: str | None) -> bool:
     """Whether the stream kernel computes it: where there is no other, or where it is pinned and can."""
     if problem.arch not in TILE_ARCHITECTURES:
         return True
-    return kernel == "stream" and numerics == "exact" and block == STREAM_BLOCK_ROWS
+    return kernel != "tile" and block in STREAM_BLOCK_ROWS
+
+
+def _stream_plan(problem: Problem, epilogue: str, block: int, numerics: str, pins: Mapping[str, int | str]) -> StreamPlan:
+    groups = 4 if block <= 16 else 2  # of four warps; wide blocks need their registers
+    turns = problem.k // TILE_K <= StreamPlan.k_tiles
+    return _legal(
+        StreamPlan(
+            problem.arch,
+            problem.contract,
+            epilogue,
+            numerics,
+            block,
+            split=1 if turns else groups,
+            teams=groups if turns else 1,
+            ctas=1,
+            stages=pins.get("stages", groups if turns else 2),
+        )
+    )
 
 
 def _legal(plan: Plan) -> Plan:
@@ -168,6 +186,7 @@ def _tile_plan(problem: Problem, epilogue: str, block: int, numerics: str, pins:
             row_tiles=row_tiles,
             consumer_groups=groups,
             k_tiles=1,
+            ctas=1,
             stages=pins.get("stages", 2),
             depth=2 if block == 128 else 3,
         )
@@ -201,7 +220,7 @@ def explain(problem: Problem, plan: Plan) -> list[str]:
         kernel,
         f"{plan.numerics} numerics: {numerics}",
         f"{tiles(problem, plan)} panels at most on {problem.sm_count} SMs; those that do not fill a last round are cut narrower",
-        f"{stage} = {plan.smem_bytes} of {SMEM_LIMIT} bytes of shared memory",
+        f"{stage} = {plan.smem_bytes} of {smem_limit(plan.ctas)} bytes of shared memory",
     ]
     if plan.arch in NEVER_RUN:
         lines.append(f"{plan.arch}: compiled, never run")

@@ -49,7 +49,7 @@ struct Config {{
 {constants}
 }};
 
-extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) {ENTRY}({parameters}) {{
+extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kCtas) {ENTRY}({parameters}) {{
   chord::{plan.function}<Config>({{activations, weights, outputs, row_tiles, k_tiles, weights_first}},
                              {{routing_rows, routing_experts, routing_counts, limit, max_blocks, top_k, num_experts}});
 }}

@@ -1,51 +1,87 @@
 // SPDX-License-Identifier: Apache-2.0
-// From the partial sums of four warps to rows of the output. Every 16-row block has one warp that adds up its four quarters of
-// K, always in the same order, and stores.
+// From the sums of the warps of a team to rows of the output. Where warps share K, every 16-row block has one that adds up its
+// parts, always in the same order, and stores.
 #pragma once
 #include "chord/epilogue/outputs.cuh"
 #include "chord/tile/stream_loop.cuh"
 
 namespace chord {
 
-// Named barrier 1 is the consumers' own. Quarter q of a tile's four warps finishes its block q.
-// destination: the output row of token lane / 4; -1: none. busy: the piece has this warp's tile.
+// Which part's warp finishes a unit.
 template <class Config>
-__device__ __forceinline__ void stream_store(const StreamSums& sum, int first_tile, int32_t destination, bool busy,
-                                             StreamStorage<Config>& storage, const Operands& operands, const StreamThread& self) {
-  constexpr int kThreads = kStreamWarps * kWarpLanes;
-  auto& partials = storage.partials[self.tile];
-  float own[4];
-  named_barrier_sync(1, kThreads);  // the partials of the piece before have been read
+__device__ __forceinline__ constexpr int finisher(int unit) {
+  return unit % Config::kSplit;
+}
+
+template <int kParts>
+__device__ __forceinline__ float total_of(const float (&part)[kParts]) {
+  static_assert(kParts == 2 || kParts == 4);
+  if constexpr (kParts == 2) return part[0] + part[1];
+  if constexpr (kParts == 4) return (part[0] + part[1]) + (part[2] + part[3]);
+}
+
+// Leaves in sum the totals of the units that this warp finishes. Named barrier 1 is the consumers' own.
+template <class Config, int kUnits, int kOctets>
+__device__ __forceinline__ void add_up_parts(StreamSums<kUnits, kOctets>& sum, bool busy, StreamStorage<Config>& storage, const StreamThread& self) {
+  constexpr int kThreads = kStreamWarps<Config> * kWarpLanes;
+  auto& partials = storage.partials[self.position];
+  named_barrier_sync(1, kThreads);  // the sums of the piece before have been read
   if (busy) {
 #pragma unroll
-    for (int block = 0; block < 4; ++block) {
-      if (block == self.quarter) {
+    for (int unit = 0; unit < kUnits; ++unit) {
+      const int to = finisher<Config>(unit);
+      if (to == self.part) continue;
 #pragma unroll
-        for (int c = 0; c < 4; ++c) own[c] = sum[block][c];
-      } else {
-        partials[block][self.quarter - (self.quarter > block)][self.lane] =
-            make_float4(sum[block][0], sum[block][1], sum[block][2], sum[block][3]);
+      for (int octet = 0; octet < kOctets; ++octet) {
+        const float(&from)[4] = sum[unit][octet];
+        partials[unit][self.part - (self.part > to)][octet][self.lane] = make_float4(from[0], from[1], from[2], from[3]);
       }
     }
   }
   named_barrier_sync(1, kThreads);
   if (!busy) return;
 
-  float part[kStreamKTiles][4];
 #pragma unroll
-  for (int quarter = 0; quarter < kStreamKTiles; ++quarter) {
-    if (quarter == self.quarter) {
+  for (int unit = 0; unit < kUnits; ++unit) {
+    const int to = finisher<Config>(unit);
+    if (to != self.part) continue;
 #pragma unroll
-      for (int c = 0; c < 4; ++c) part[quarter][c] = own[c];
-    } else {
-      const float4 other = partials[self.quarter][quarter - (quarter > self.quarter)][self.lane];
-      part[quarter][0] = other.x, part[quarter][1] = other.y, part[quarter][2] = other.z, part[quarter][3] = other.w;
+    for (int octet = 0; octet < kOctets; ++octet) {
+      float part[4][Config::kSplit];
+#pragma unroll
+      for (int from = 0; from < Config::kSplit; ++from) {
+        if (from == to) {
+#pragma unroll
+          for (int c = 0; c < 4; ++c) part[c][from] = sum[unit][octet][c];
+        } else {
+          const float4 other = partials[unit][from - (from > to)][octet][self.lane];
+          part[0][from] = other.x, part[1][from] = other.y, part[2][from] = other.z, part[3][from] = other.w;
+        }
+      }
+#pragma unroll
+      for (int c = 0; c < 4; ++c) sum[unit][octet][c] = total_of(part[c]);
     }
   }
-  float total[4];
+}
+
+// destinations: the output row of token lane / 4 of every octet; -1: none.
+template <class Config, int kUnits, int kOctets>
+__device__ __forceinline__ void stream_store(StreamSums<kUnits, kOctets>& sum, int first_tile, const int32_t (&destinations)[kOctets], bool busy,
+                                             StreamStorage<Config>& storage, const Operands& operands, const StreamThread& self) {
+  if constexpr (Config::kSplit > 1) add_up_parts<Config, kUnits, kOctets>(sum, busy, storage, self);
+  if (!busy) return;
+  const int first = self.position * kUnits;
 #pragma unroll
-  for (int c = 0; c < 4; ++c) total[c] = ((part[0][c] + part[1][c]) + (part[2][c] + part[3][c])) * kStreamUnits[c / 2];
-  store_octet<Config::kEpilogue>(total, first_tile + self.tile, self.quarter, destination, operands, self.lane);
+  for (int unit = 0; unit < kUnits; ++unit) {
+    if (finisher<Config>(unit) != self.part) continue;
+#pragma unroll
+    for (int octet = 0; octet < kOctets; ++octet) {
+      float(&total)[4] = sum[unit][octet];
+#pragma unroll
+      for (int c = 0; c < 4; ++c) total[c] *= stream_units<Config>(c / 2);
+      store_octet<Config::kEpilogue>(total, first_tile + first / kTileBlocks, first % kTileBlocks + unit, destinations[octet], operands, self.lane);
+    }
+  }
 }
 
 }  // namespace chord

@@ -31,23 +31,20 @@ __device__ __forceinline__ void consume(Storage<Config>& storage, const Operands
                                         const ConsumerThread& self) {
   const Ring<Config> ring(storage);
   RingPosition<Config> at(0);
-  const int slices = operands.k_tiles / Config::kKTiles;
+  const int k_stages = operands.k_tiles / Config::kKTiles;
   for (PieceSlot<Config> slot;; slot.advance()) {
     ring.wait_full(at);
     const TileInfo tile = ring.tile(slot);
     if (tile.rows == 0) return;
+    Accumulators<Config> sum;
     if constexpr (Config::kNumerics == Numerics::kExact) {
-      float total[Config::kBlockRows / 2];
-      const ExactRole role = exact_piece<Config>(tile, total, storage, ring, at, slices, self);
-      if (!role.stores) continue;
-      const TileInfo again = ring.tile(slot);  // read anew rather than kept in registers
-      store_tile<Config>(total, again.first_tile + role.tile, again, {storage, routing, slot, self.lane}, storage, operands, self);
+      exact_piece<Config>(tile, sum, ring, at, k_stages, self);
     } else {
       static_assert(Config::kNumerics == Numerics::kBf16);
-      Accumulators<Config> sum;
-      bf16_piece<Config>(tile, sum, ring, at, slices, self);
-      store_tiles<Config>(sum, ring.tile(slot), {storage, routing, slot, self.lane}, storage, operands, self);
+      bf16_piece<Config>(tile, sum, ring, at, k_stages, self);
     }
+    // TileInfo is read anew rather than kept in registers.
+    store_tiles<Config>(sum, ring.tile(slot), {storage, routing, slot, self.lane}, storage, operands, self);
   }
 }
 

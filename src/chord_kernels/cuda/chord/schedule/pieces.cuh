@@ -107,15 +107,40 @@ struct LevelSchedule {
   }
 };
 
-template <class Config, bool kLevel>
-struct ScheduleOf {
-  using Type = NarrowSchedule<Config>;
-};
+// Every CTA has a run of weight tiles, counted through the blocks and level to one: for pieces so short that a CTA has many, and
+// keeps a block's tokens and routing close.
 template <class Config>
-struct ScheduleOf<Config, true> {
+struct RunSchedule {
+  int32_t row_tiles;  // of a block
+  int64_t tile, end;  // the next one of this CTA; behind its last
+
+  __device__ __forceinline__ RunSchedule(int blocks, int block_tiles) : row_tiles(block_tiles) {
+    static_assert(Config::kPanelTiles <= 4);
+    const int64_t total = int64_t{blocks} * block_tiles;
+    tile = total * blockIdx.x / gridDim.x;
+    end = total * (blockIdx.x + 1) / gridDim.x;
+  }
+
+  __device__ __forceinline__ bool next(Piece& piece) {
+    if (tile >= end) return false;
+    piece.block = static_cast<int32_t>(tile / row_tiles);
+    piece.first_tile = static_cast<int32_t>(tile - int64_t{piece.block} * row_tiles);
+    const int64_t left = min(end - tile, static_cast<int64_t>(row_tiles - piece.first_tile));
+    piece.tiles = left >= Config::kPanelTiles ? Config::kPanelTiles : left == 3 ? 2 : static_cast<int32_t>(left);
+    tile += piece.tiles;
+    return true;
+  }
+};
+
+template <class Config, bool kRuns>
+struct StreamScheduleOf {
   using Type = LevelSchedule<Config>;
 };
 template <class Config>
-using Schedule = typename ScheduleOf<Config, (Config::kChains > 1)>::Type;
+struct StreamScheduleOf<Config, true> {
+  using Type = RunSchedule<Config>;
+};
+template <class Config>
+using StreamSchedule = typename StreamScheduleOf<Config, Config::kSplit == 1>::Type;
 
 }  // namespace chord

@@ -68,46 +68,43 @@ __device__ __forceinline__ void produce(Storage<Config>& storage, const Operands
   PieceSlot<Config> slot;
   Rows<Config> rows(routing);
   Gather<Config> gather(thread);
-  const int slices = operands.k_tiles / Config::kKTiles;
+  const int k_stages = operands.k_tiles / Config::kKTiles;
   const uint32_t tile_row_bytes = operands.k_tiles * sizeof(WeightTile);
-  constexpr uint32_t kSliceBytes = Config::kKTiles * sizeof(WeightTile);  // of one weight tile
+  constexpr uint32_t kCopyBytes = Config::kKTiles * sizeof(WeightTile);
 
   Dependency dependency;
   if (!operands.weights_first) dependency.meet();
-  Schedule<Config> schedule(rows.start(), operands.row_tiles);
+  NarrowSchedule<Config> schedule(rows.start(), operands.row_tiles);
   const auto copy = [&](const Block& block, const Piece& piece) {
     if (block.rows == 0) return;
-    // Thread i < tiles * stage_slices copies slice i / tiles of a stage, of tile i % tiles.
-    const int stage_slices = piece_slices<Config>(piece.tiles), mine = thread / piece.tiles;
-    const int64_t row = int64_t{block.expert} * operands.row_tiles + piece.first_tile + thread % piece.tiles;
-    const uint8_t* weights = operands.weights + row * tile_row_bytes + mine * kSliceBytes;
-    for (int slice = 0; slice < slices; slice += stage_slices) {
-      const int count = min(stage_slices, slices - slice);
+    const int64_t row = int64_t{block.expert} * operands.row_tiles + piece.first_tile + thread;
+    const uint8_t* weights = operands.weights + row * tile_row_bytes;
+    for (int k_stage = 0; k_stage < k_stages; ++k_stage) {
       ring.wait_empty(at);
       const uint32_t full = ring.full_barrier(at.stage);
       if constexpr (kSmallBlocks<Config>) {
-        if (slice == 0 && thread < kWarpLanes) {
+        if (k_stage == 0 && thread < kWarpLanes) {
           if (thread < Config::kBlockRows)
             storage.end.destinations[slot.index][thread] =
                 thread < block.rows ? rows.destination(block.first_slot + thread, block.expert) : -1;
           __syncwarp();  // thread 0 arrives for them all
         }
       }
-      if (mine < count) {
+      if (thread < piece.tiles) {
         if (thread == 0) {
-          if (slice == 0)
+          if (k_stage == 0)
             storage.tiles[slot.index] = {block.first_slot, block.expert, piece.first_tile, static_cast<uint32_t>(block.rows),
                                          static_cast<uint32_t>(piece.tiles)};
-          barrier_arrive_expect(full, piece.tiles * count * kSliceBytes);
+          barrier_arrive_expect(full, piece.tiles * kCopyBytes);
         }
-        copy_bulk(ring.weights(at.stage) + thread * kSliceBytes, weights, kSliceBytes, full);
-        weights += stage_slices * kSliceBytes;
+        copy_bulk(ring.weights(at.stage) + thread * kCopyBytes, weights, kCopyBytes, full);
+        weights += kCopyBytes;
       }
-      if (slice == 0) {  // only now: the weights are on their way while the rows' ids are read
+      if (k_stage == 0) {  // only now: the weights are on their way while the rows' ids are read
         dependency.meet();
         gather.aim(rows, block, operands, thread);
       }
-      for (int i = 0; i < count; ++i) gather.copy(ring.stage(at.stage) + i * kSliceTokenBytes<Config>, thread);
+      gather.copy(ring.stage(at.stage), thread);
       // No proxy fence after cp.async: it would stall the ring, and completion through the barrier is enough for wgmma.
       barrier_arrive_after_copies(full);
       at.advance();

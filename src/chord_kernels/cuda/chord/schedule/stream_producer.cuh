@@ -10,27 +10,28 @@
 namespace chord {
 
 template <class Config>
-__device__ __forceinline__ void stream_produce(StreamStorage<Config>& storage, const Operands& operands, const Routing& routing, int lane) {
-  constexpr int kChunks = kTokenBytes / 16;
+struct StreamProducer {
+  static constexpr int kChunks = kTokenBytes / 16;
+  static constexpr uint32_t kNoRow = 0xFFFFFFFFu;
   static_assert(kStreamKTiles * kChunks == kWarpLanes, "a row's share of a stage is one copy of the warp");
-  static_assert(Config::kBlockRows == kStreamRows && Config::kPanelTiles == kStreamPanelTiles);
-  const StreamRing<Config> ring(storage);
-  RingPosition<Config> at(1);
-  Rows<Config> rows(routing);
-  const int64_t tile_row_bytes = int64_t{operands.k_tiles} * sizeof(WeightTile);
-  const uint32_t token_row_bytes = operands.k_tiles * kTokenBytes;
+  static_assert(Config::kBlockRows <= kWarpLanes, "a lane knows one row");
 
+  StreamRing<Config> ring;
+  RingPosition<Config> at;
+  Rows<Config> rows;
   Dependency dependency;
-  if (!operands.weights_first) dependency.meet();
-  NarrowSchedule<Config> schedule(rows.start(), operands.row_tiles);
-  for (Piece piece; schedule.next(piece);) {
-    rows.fetch(piece.block);
-    const Block block = rows.locate(piece.block);
-    if (block.rows == 0) continue;
-    int source = -1;
+  const Operands& operands;
+  int lane;
+
+  __device__ __forceinline__ StreamProducer(StreamStorage<Config>& storage, const Operands& o, const Routing& routing, int l)
+      : ring(storage), at(1), rows(routing), operands(o), lane(l) {}
+
+  __device__ __forceinline__ void copy(const Block& block, const Piece& piece) {
+    if (block.rows == 0) return;
     const int64_t first_row = int64_t{block.expert} * operands.row_tiles + piece.first_tile + lane;
-    const uint8_t* weights = operands.weights + first_row * tile_row_bytes;
+    const uint8_t* weights = operands.weights + first_row * (int64_t{operands.k_tiles} * sizeof(WeightTile));
     const uint8_t* tokens = operands.activations + lane * 16;
+    uint32_t source = kNoRow;  // of row `lane`, in 16-byte pieces
     for (int k_tile = 0; k_tile < operands.k_tiles; k_tile += kStreamKTiles) {
       const int k_tiles = min(kStreamKTiles, operands.k_tiles - k_tile);
       ring.wait_empty(at);
@@ -38,39 +39,79 @@ __device__ __forceinline__ void stream_produce(StreamStorage<Config>& storage, c
       if (lane == 0) barrier_expect(full, piece.tiles * k_tiles * sizeof(WeightTile));
       __syncwarp();
       if (lane < piece.tiles)
-        copy_bulk(ring.weights(at.stage) + lane * sizeof(StreamStage::weights[0]), weights, k_tiles * sizeof(WeightTile), full);
+        copy_bulk(ring.weights(at.stage) + lane * sizeof(StreamStage<Config>::weights[0]), weights, k_tiles * sizeof(WeightTile), full);
       weights += kStreamKTiles * sizeof(WeightTile);
       if (k_tile == 0) {
         dependency.meet();  // only now: the weights are on their way while the rows' ids are read
-        const bool inside = lane < block.rows;
-        source = inside ? rows.source(block.first_slot + lane, block.expert) : -1;
-        const int destination = inside ? rows.destination(block.first_slot + lane, block.expert) : -1;
-        StreamInfo& info = ring.info(at.stage);
-        if (lane == 0) info.rows = block.rows, info.first_tile = piece.first_tile, info.tiles = piece.tiles;
-        if (lane < kStreamRows) info.destinations[lane] = destination;
-        __syncwarp();
+        source = describe(block, piece);
       }
       if (lane == 0) barrier_arrive(full);
-      const uint32_t to = ring.activations(at.stage) + lane * 16;
-#pragma unroll
-      for (int row = 0; row < kStreamRows; ++row) {
-        const int from = __shfl_sync(kFullMask, source, row);
-        if (from >= 0 && lane < k_tiles * kChunks)
-          copy_async_16(to + row * sizeof(StreamStage::activations[0]), tokens + int64_t{from} * token_row_bytes);
-      }
+      gather(source, block.rows, tokens, k_tiles);
       barrier_arrive_after_copies(full);
       tokens += kStreamKTiles * kTokenBytes;
       at.advance();
     }
   }
 
-  dependency.meet();
-  ring.wait_empty(at);
-  if (lane == 0) {
-    ring.info(at.stage).rows = 0;
-    barrier_arrive(ring.full_barrier(at.stage));
+  // Writes the piece's StreamInfo and returns where row `lane` begins.
+  __device__ __forceinline__ uint32_t describe(const Block& block, const Piece& piece) {
+    const bool inside = lane < block.rows;
+    const int from = inside ? rows.source(block.first_slot + lane, block.expert) : -1;
+    StreamInfo<Config>& info = ring.info(at.stage);
+    if (lane == 0) info.rows = block.rows, info.first_tile = piece.first_tile, info.tiles = piece.tiles;
+    if (lane < Config::kBlockRows) info.destinations[lane] = inside ? rows.destination(block.first_slot + lane, block.expert) : -1;
+    __syncwarp();  // lane 0 arrives for them all
+    return from < 0 ? kNoRow : static_cast<uint32_t>(from) * static_cast<uint32_t>(operands.k_tiles * kChunks);
   }
-  barrier_arrive(ring.full_barrier(at.stage));
+
+  __device__ __forceinline__ void gather(uint32_t source, int block_rows, const uint8_t* tokens, int k_tiles) {
+    const uint32_t to = ring.activations(at.stage) + lane * 16;
+#pragma unroll
+    for (int octet = 0; octet < Config::kBlockRows / 8; ++octet) {
+      if (octet * 8 >= block_rows) break;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int row = octet * 8 + i;
+        const uint32_t from = __shfl_sync(kFullMask, source, row);
+        if (from != kNoRow && lane < k_tiles * kChunks)
+          copy_async_16(to + row * sizeof(StreamStage<Config>::activations[0]), tokens + int64_t{16} * from);
+      }
+    }
+  }
+
+  // Every team is told that there is no further piece.
+  __device__ __forceinline__ void finish() {
+    dependency.meet();
+    for (int team = 0; team < Config::kTeams; ++team) {
+      ring.wait_empty(at);
+      if (lane == 0) {
+        ring.info(at.stage).rows = 0;
+        barrier_arrive(ring.full_barrier(at.stage));
+      }
+      barrier_arrive(ring.full_barrier(at.stage));
+      at.advance();
+    }
+  }
+};
+
+template <class Config>
+__device__ __forceinline__ void stream_produce(StreamStorage<Config>& storage, const Operands& operands, const Routing& routing, int lane) {
+  StreamProducer<Config> producer(storage, operands, routing, lane);
+  Rows<Config>& rows = producer.rows;
+  if (!operands.weights_first) producer.dependency.meet();
+  StreamSchedule<Config> schedule(rows.start(), operands.row_tiles);
+  // The routing of the next piece is fetched while this one is copied.
+  Piece piece;
+  bool more = schedule.next(piece);
+  if (more) rows.fetch(piece.block);
+  while (more) {
+    const Block block = rows.locate(piece.block);
+    const Piece current = piece;
+    more = schedule.next(piece);
+    if (more) rows.fetch(piece.block);
+    producer.copy(block, current);
+  }
+  producer.finish();
 }
 
 }  // namespace chord

@@ -22,14 +22,14 @@ __device__ __forceinline__ uint32_t weight_block(uint32_t weights, int slot, int
   return weights + (slot * Config::kKTiles + k_tile) * sizeof(WeightTile) + self.warp * sizeof(WeightBlock);
 }
 
-// Where the tokens of a stage's slice begin, for token_operand. The shuffle tells the compiler that all lanes hold the same: descriptors are
+// Where the tokens of a stage begin, for token_operand. The shuffle tells the compiler that all lanes hold the same: descriptors are
 // then computed in uniform registers, where wgmma wants them, and not moved there one by one.
 template <class Config>
-__device__ __forceinline__ uint32_t stage_operand(const Ring<Config>& ring, uint32_t stage, int slice = 0) {
-  return __shfl_sync(kFullMask, wgmma_operand_base(ring.stage(stage) + slice * kSliceTokenBytes<Config>), 0);
+__device__ __forceinline__ uint32_t stage_operand(const Ring<Config>& ring, uint32_t stage) {
+  return __shfl_sync(kFullMask, wgmma_operand_base(ring.stage(stage)), 0);
 }
 
-// The tokens of k-step `step` (16 k) of a slice's k-tile, as wgmma's B operand.
+// The tokens of k-step `step` (16 k) of a k-tile, as wgmma's B operand.
 template <class Config>
 __device__ __forceinline__ uint64_t token_operand(uint32_t tokens, int k_tile, int step) {
   return wgmma_operand(tokens + wgmma_operand_step(k_tile * (Config::kBlockRows * kTokenBytes) + step * 32));

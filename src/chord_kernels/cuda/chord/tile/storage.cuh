@@ -25,23 +25,11 @@ struct WeightTile {
 };
 static_assert(sizeof(WeightTile) == 2304);
 
-// A slice is kKTiles k-tiles. A stage holds one slice of K of a whole panel, or, of a piece of one or two weight tiles, up to
-// kChains slices (piece_slices): a narrow piece then has as many bytes in flight and busies as many warpgroups.
-// Weights: slot `slice * tiles of the piece + tile`.
 template <class Config>
 struct alignas(1024) Stage {  // the 128-byte swizzle repeats every 1024 bytes
-  uint8_t activations[Config::kChains][Config::kKTiles][Config::kBlockRows][kTokenBytes];
+  uint8_t activations[Config::kKTiles][Config::kBlockRows][kTokenBytes];
   WeightTile weights[Config::kPanelTiles][Config::kKTiles];
 };
-
-template <class Config>
-constexpr int kSliceTokenBytes = Config::kKTiles * Config::kBlockRows * kTokenBytes;
-
-// Slices in a stage of a piece of `tiles` weight tiles.
-template <class Config>
-__device__ __forceinline__ constexpr int piece_slices(int tiles) {
-  return tiles > 2 ? 1 : tiles * Config::kChains <= Config::kPanelTiles ? Config::kChains : Config::kPanelTiles / tiles;
-}
 
 // What consumers have to know of a piece. rows == 0: there is no further one.
 struct alignas(16) TileInfo {
@@ -57,11 +45,9 @@ static_assert(sizeof(TileInfo) == 16);
 template <class Config>
 constexpr int kPieceSlots = Config::kStages + 1;
 
-// What the end of a piece needs. Small blocks: chains on their way between warpgroups (tile/exact.cuh), and the output row of
-// every token row; -1: none.
+// What the end of a piece needs. Small blocks: the output row of every token row; -1: none.
 template <class Config, bool kSmall>
 struct EndStorage {
-  float4 exchange[Config::kChains][Config::kBlockRows / 8][kGroupThreads];
   int32_t destinations[kPieceSlots<Config>][Config::kBlockRows];
 };
 // Large ones: staging rows. 16 bytes of padding a row: stmatrix and the 16-byte reads are free of bank conflicts.

@@ -5,33 +5,43 @@
 
 namespace chord {
 
-constexpr int kStreamWarps = 16;  // consumers: warp w computes weight tile w % 4 of a piece over k-tile w / 4 of a stage
 constexpr int kStreamKTiles = 4;  // of a stage
-constexpr int kStreamPanelTiles = 4;
-constexpr int kStreamRows = 8;  // token rows of a block: n of the mma instruction
+constexpr int kTeamWarps = 4;     // warps that share the 16-row blocks of a piece
+constexpr int kTileBlocks = 4;    // 16-row blocks of a weight tile
 
+template <class Config>
+constexpr int kStreamWarps = kTeamWarps * Config::kSplit * Config::kTeams;  // consumers
+
+template <class Config>
 struct alignas(128) StreamStage {
-  WeightTile weights[kStreamPanelTiles][kStreamKTiles];
+  WeightTile weights[Config::kPanelTiles][kStreamKTiles];
   // 16 bytes of padding a row: the eight rows that one ldmatrix reads lie in different banks.
-  uint8_t activations[kStreamRows][kStreamKTiles * kTokenBytes + 16];
+  uint8_t activations[Config::kBlockRows][kStreamKTiles * kTokenBytes + 16];
 };
 
 // What consumers have to know of the piece whose first stage this is. rows == 0: there is no further one.
+template <class Config>
 struct StreamInfo {
   int32_t rows;        // token rows up to the last valid one
   int32_t first_tile;  // the first of the 64-row weight tiles
-  int32_t tiles;       // 1 to 4
-  int32_t destinations[kStreamRows];  // output row of each token row, -1: none
+  int32_t tiles;       // 1 to kPanelTiles
+  int32_t destinations[Config::kBlockRows];  // output row of each token row, -1: none
 };
 
+// Sums of parts of K on their way to the warp that adds them up: of unit u of the warps at position p (stream_loop.cuh).
+template <class Config, bool kShared = (Config::kSplit > 1)>
+struct StreamPartials {
+  float4 partials[kTeamWarps][kTileBlocks][Config::kSplit - 1][Config::kBlockRows / 8][kWarpLanes];
+};
 template <class Config>
-struct StreamStorage {
-  StreamStage stages[Config::kStages];
-  // Partial sums on their way to the warp that adds them up: of each 16-row block of a panel, three of its four quarters of K.
-  float4 partials[kStreamPanelTiles][4][kStreamKTiles - 1][kWarpLanes];
+struct StreamPartials<Config, false> {};
+
+template <class Config>
+struct StreamStorage : StreamPartials<Config> {
+  StreamStage<Config> stages[Config::kStages];
   Barrier full[Config::kStages];
   Barrier empty[Config::kStages];
-  StreamInfo infos[Config::kStages];
+  StreamInfo<Config> infos[Config::kStages];
 };
 
 template <class Config>
@@ -42,12 +52,12 @@ struct StreamRing : StageBarriers<Config> {
 
   __device__ __forceinline__ uint32_t weights(uint32_t index) const { return shared_address(storage.stages[index].weights); }
   __device__ __forceinline__ uint32_t activations(uint32_t index) const { return shared_address(storage.stages[index].activations); }
-  __device__ __forceinline__ StreamInfo& info(uint32_t index) const { return storage.infos[index]; }
+  __device__ __forceinline__ StreamInfo<Config>& info(uint32_t index) const { return storage.infos[index]; }
 };
 
 struct StreamThread {
-  int tile;     // which weight tile of a piece
-  int quarter;  // which k-tile of a stage
+  int position;  // of the warp in its team
+  int part;      // which part of K
   int lane;
 };
 
