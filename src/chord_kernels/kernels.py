@@ -19,7 +19,7 @@ WIDTHS_PER_KERNEL = 4  # token widths compiled into one tile kernel; more make p
 BLOCK_ROWS = (8, 16, 32, 64, 128)
 EXACT_BLOCK_ROWS = 32  # beyond, the second set of accumulators does not fit the registers
 SMALL_BLOCK_ROWS = 16  # up to here outputs go straight to memory
-STREAM_BLOCK_ROWS = (8, 16, 32)
+STREAM_BLOCK_ROWS = (8, 16)  # mma.sync takes twice as long for twice the tokens, wgmma hardly longer
 MAX_STAGES = 8
 LEAST_PRODUCER_REGISTERS = 40
 

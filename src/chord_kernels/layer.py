@@ -109,7 +109,7 @@ class MoELayer:
         """Which definition of `reference` a batch of this size computes: "exact" or "bf16"."""
         if self.gate_up.device.type == "cpu":
             return "exact"
-        return numerics_for(self._block_rows(tokens, top_k))
+        return numerics_for(self._block_rows(tokens, top_k), tokens * top_k / self.gate_up.experts)
 
     def _block_rows(self, tokens: int, top_k: int) -> int:
         return ops.block_rows_on(self.gate_up.device, tokens * top_k / self.gate_up.experts)

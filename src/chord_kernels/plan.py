@@ -15,6 +15,7 @@ from .kernels import (
     BLOCK_ROWS,
     EXACT_BLOCK_ROWS,
     MAX_STAGES,
+    SMALL_BLOCK_ROWS,
     smem_limit,
     STREAM_BLOCK_ROWS,
     TILE_K,
@@ -29,6 +30,7 @@ EPILOGUES = ("store", "swiglu")
 NUMERICS = ("bf16", "exact")
 TILE_ARCHITECTURES = ("sm_90a",)  # with wgmma: the tile kernels beside the stream kernels
 ARCHITECTURES = (*TILE_ARCHITECTURES, "sm_100a", "sm_103a")
+EXACT_ROWS_PER_EXPERT = 16.0  # up to which blocks of 32 rows are as fast with exact numerics
 NEVER_RUN = ("sm_100a", "sm_103a")  # compiled, never run: no such card was at hand
 
 INT32_MAX = 2**31 - 1
@@ -91,22 +93,25 @@ def why_not(problem: Problem) -> str | None:
     if p.numerics == "exact" and p.block_rows is not None and p.block_rows > EXACT_BLOCK_ROWS:
         return f"exact numerics with blocks of {p.block_rows} rows; align the routing to at most {EXACT_BLOCK_ROWS}"
     if p.arch not in TILE_ARCHITECTURES:
-        if p.numerics == "bf16":
-            return f"bf16 numerics on {p.arch}, which only has the stream kernel; ask for exact"
-        if p.block_rows not in (None, STREAM_BLOCK_ROWS):
-            return f"blocks of {p.block_rows} rows on {p.arch}; align the routing to {STREAM_BLOCK_ROWS}"
+        if p.block_rows not in (None, *STREAM_BLOCK_ROWS):
+            return (
+                f"blocks of {p.block_rows} rows on {p.arch}, which only has the stream kernel; "
+                f"align the routing to one of {', '.join(map(str, STREAM_BLOCK_ROWS))}"
+            )
     return None
 
 
 def block_rows_for(rows_per_expert: float, arch: str = "sm_90a") -> int:
     """Token rows a block, from the average rows an expert: wide enough that few experts need a second block."""
     block = next((block for block, average in ((8, 4.0), (16, 10.0), (32, 22.0), (64, 64.0)) if rows_per_expert <= average), 128)
-    return block if arch in TILE_ARCHITECTURES else min(block, STREAM_BLOCK_ROWS)
+    return block if arch in TILE_ARCHITECTURES else min(block, max(STREAM_BLOCK_ROWS))
 
 
-def numerics_for(block_rows: int) -> str:
-    """What `auto` computes: exact wherever its second set of accumulators fits."""
-    return "exact" if block_rows <= EXACT_BLOCK_ROWS else "bf16"
+def numerics_for(block_rows: int, rows_per_expert: float) -> str:
+    """What `auto` computes: exact wherever it costs no time. Its FP32 scaling is work for every eight rows; rounding a weight is the
+    same work for any number of them."""
+    exact = block_rows <= SMALL_BLOCK_ROWS or (block_rows <= EXACT_BLOCK_ROWS and rows_per_expert <= EXACT_ROWS_PER_EXPERT)
+    return "exact" if exact else "bf16"
 
 
 def _choose_block(problem: Problem) -> int:
@@ -127,7 +132,7 @@ def make_plan(problem: Problem, pins: Mapping[str, int | str] | None = None) -> 
         raise UnsupportedError(reason)
     pins = dict(pins or {})
     block = pins.get("block_rows", _choose_block(problem)) if problem.block_rows is None else problem.block_rows
-    numerics = problem.numerics if problem.numerics != "auto" else numerics_for(block)
+    numerics = problem.numerics if problem.numerics != "auto" else numerics_for(block, problem.rows_per_expert)
     epilogue = "store_paired" if problem.epilogue == "store" and problem.paired else problem.epilogue
     plan: Plan
     if _streams(problem, block, numerics, pins.get("kernel")):
@@ -140,28 +145,31 @@ def make_plan(problem: Problem, pins: Mapping[str, int | str] | None = None) -> 
 
 
 def _streams(problem: Problem, block: int, numerics: str, kernel: str | None) -> bool:
-    """Whether the stream kernel computes it: where there is no other, or where it is pinned and can."""
+    """Whether the stream kernel computes it: where there is no other, where it is faster, or where it is pinned and can."""
     if problem.arch not in TILE_ARCHITECTURES:
         return True
-    return kernel != "tile" and block in STREAM_BLOCK_ROWS
+    if block not in STREAM_BLOCK_ROWS or kernel == "tile":
+        return False
+    return kernel == "stream" or (numerics == "exact" and (_one_stage(problem) or _few_tiles(problem)))
+
+
+def _one_stage(problem: Problem) -> bool:
+    """All of K is one stage: a piece is over before its parts would pay."""
+    return problem.k <= StreamPlan.k_tiles * TILE_K
+
+
+def _few_tiles(problem: Problem) -> bool:
+    """An SM has at most one weight tile, which leaves three of four warpgroups of a tile kernel idle."""
+    return min(problem.experts, problem.rows) * (problem.n // TILE_ROWS) <= problem.sm_count
 
 
 def _stream_plan(problem: Problem, epilogue: str, block: int, numerics: str, pins: Mapping[str, int | str]) -> StreamPlan:
-    groups = 4 if block <= 16 else 2  # of four warps; wide blocks need their registers
-    turns = problem.k // TILE_K <= StreamPlan.k_tiles
-    return _legal(
-        StreamPlan(
-            problem.arch,
-            problem.contract,
-            epilogue,
-            numerics,
-            block,
-            split=1 if turns else groups,
-            teams=groups if turns else 1,
-            ctas=1,
-            stages=pins.get("stages", groups if turns else 2),
-        )
-    )
+    # Parts of K: as many warps as their sums leave registers for. Turns: small CTAs, so that the ends of some hide behind others.
+    if _one_stage(problem):
+        split, (teams, ctas) = 1, {8: (2, 3), 16: (1, 3)}[block]
+    else:
+        split, teams, ctas = {8: 4, 16: 2}[block], 1, 1
+    return _legal(StreamPlan(problem.arch, problem.contract, epilogue, numerics, block, split, teams, ctas, stages=pins.get("stages", 2)))
 
 
 def _legal(plan: Plan) -> Plan:
@@ -170,9 +178,9 @@ def _legal(plan: Plan) -> Plan:
     return plan
 
 
-def _tile_plan(problem: Problem, epilogue: str, block: int, numerics: str, pins: Mapping[str, int | str]) -> Plan:
-    # Exact: many warps with little state hide the latency of dequantization. BF16: few warps with large tiles.
-    groups, row_tiles = (4, 1) if numerics == "exact" else (2, 2)
+def _tile_plan(problem: Problem, epilogue: str, block: int, numerics: str, pins: Mapping[str, int | str]) -> TilePlan:
+    # Many warps with little state hide the latency of dequantization, as long as a block's sums fit the registers.
+    groups, row_tiles = (4, 1) if block <= EXACT_BLOCK_ROWS else (2, 2)
     if "panel_rows" in pins:
         row_tiles = max(1, pins["panel_rows"] // (groups * TILE_ROWS))
     most_k_tiles = max(pins["stage_k"] // TILE_K, 1) if "stage_k" in pins else _most_k_tiles(block, numerics)
@@ -208,13 +216,17 @@ def explain(problem: Problem, plan: Plan) -> list[str]:
         "no weight is rounded, each 32-group is scaled in FP32" if plan.numerics == "exact" else "weights are RN_bf16((code - 8) * scale)"
     )
     if isinstance(plan, StreamPlan):
-        width = "the tensor cores run at eight"
-        kernel = f"stream kernel: mma.sync, panels of {plan.panel_tiles * TILE_ROWS} weight rows by {plan.warps} warps that share K"
-        stage = f"{plan.stages} stages of {plan.k_tiles * TILE_K} k"
+        width = "the tensor cores run at the next multiple of 8 of a block's valid rows"
+        if plan.split == 1:
+            kernel = f"stream kernel: mma.sync; K = {problem.k} is one stage, {plan.ctas} CTAs an SM of {plan.teams} x 4 warps take turns"
+        elif _few_tiles(problem):
+            kernel = f"stream kernel: mma.sync; an SM has at most one 64-row weight tile, whose K {plan.warps} warps share"
+        else:
+            kernel = f"stream kernel: mma.sync, panels of {plan.panel_tiles * TILE_ROWS} weight rows by {plan.warps} warps that share K"
     else:
         width = f"the tensor cores run at the next multiple of {plan.width_step} of a block's valid rows"
         kernel = f"tile kernel: wgmma, panels of {plan.panel_tiles * TILE_ROWS} weight rows by {plan.consumer_groups} consumer warpgroups"
-        stage = f"{plan.stages} stages of {plan.k_tiles * TILE_K} k"
+    stage = f"{plan.stages} stages of {plan.k_tiles * TILE_K} k"
     lines = [
         f"{problem.rows_per_expert:.1f} rows an expert on average: blocks of {plan.block_rows} token rows; {width}",
         kernel,
@@ -253,7 +265,9 @@ def _layer_problems(arch: str, experts: int, hidden: int, inter: int, contracts:
                 ("store", True, 2 * inter, hidden),
                 ("store", False, hidden, inter),
             ):
-                yield Problem(arch, sm_count, contract, epilogue, paired, experts, n, k, rows=experts * block, block_rows=block)
+                # From few tiles through half-full blocks to full ones: wherever the choice turns.
+                for rows in (1, experts * block // 2, experts * block):
+                    yield Problem(arch, sm_count, contract, epilogue, paired, experts, n, k, rows, block_rows=block)
 
 
 # Shapes whose kernels are shipped: CI compiles every one of them. (experts, hidden, intermediate)

@@ -62,11 +62,15 @@ def test_every_legal_problem_has_a_legal_plan(contract: str, experts: int) -> No
             plan = make_plan(asked)
             assert plan.why_illegal() is None
             assert plan.smem_bytes <= smem_limit(plan.ctas)
-            assert isinstance(plan, TilePlan)
-            assert k // 64 % plan.k_tiles == 0
-            assert plan.block_rows % plan.width_step == 0
-            owned = 65536 // plan.threads // 8 * 8 * plan.threads
-            assert 128 * (plan.consumer_registers * plan.consumer_groups + plan.producer_registers) <= owned
+            groups = plan.threads // 128 - 1
+            owned = 65536 // plan.ctas // plan.threads // 8 * 8 * plan.threads
+            assert 128 * (plan.consumer_registers * groups + plan.producer_registers) <= owned
+            if isinstance(plan, TilePlan):
+                assert k // 64 % plan.k_tiles == 0
+                assert plan.block_rows % plan.width_step == 0
+            else:
+                assert plan.block_rows <= 16
+                assert k <= 256 or min(experts, rows) * n // 64 <= sm_count
             if numerics != "auto":
                 assert plan.numerics == numerics
 
@@ -133,9 +137,28 @@ def test_pins_override_the_choice(pins: dict, field: str, value: int) -> None:
 
 def test_the_stream_kernel_is_pinned_only_where_it_computes_the_problem() -> None:
     assert isinstance(make_plan(problem(), {"kernel": "stream"}), StreamPlan)
-    assert isinstance(make_plan(problem(), {"kernel": "tile"}), TilePlan)
+    assert isinstance(make_plan(problem(k=256), {"kernel": "tile"}), TilePlan)
     assert isinstance(make_plan(problem(rows=50_000), {"kernel": "stream"}), TilePlan)
-    assert isinstance(make_plan(problem(numerics="bf16"), {"kernel": "stream"}), TilePlan)
+
+
+def test_the_stream_kernel_has_what_the_tile_kernel_would_waste() -> None:
+    for changes, stream in (
+        ({}, False),
+        ({"k": 256}, True),  # a piece is over before four warpgroups are under way
+        ({"k": 256, "numerics": "bf16"}, False),
+        ({"k": 256, "rows": 48 * 30}, False),
+        ({"experts": 384, "n": 512, "rows": 16}, True),  # a tile an SM
+        ({"experts": 384, "n": 512, "rows": 24}, False),
+    ):
+        asked = problem(**changes)
+        plan = make_plan(asked)
+        assert isinstance(plan, StreamPlan) == stream
+        assert ("stream kernel" in explain(asked, plan)[1]) == stream
+
+
+def test_exact_numerics_wherever_they_are_free() -> None:
+    chosen = {rows: make_plan(problem(rows=48 * rows)).numerics for rows in (1, 3, 8, 16, 17, 40, 200)}
+    assert chosen == {1: "exact", 3: "exact", 8: "exact", 16: "exact", 17: "bf16", 40: "bf16", 200: "bf16"}
 
 
 @pytest.mark.parametrize("arch", NEVER_RUN)
@@ -146,14 +169,14 @@ def test_blackwell_has_the_stream_kernel_for_every_shape(arch: str) -> None:
         assert isinstance(plan, StreamPlan)
         assert plan.why_illegal() is None
         assert plan.smem_bytes <= smem_limit(plan.ctas)
-        assert 128 * plan.producer_registers + 32 * plan.warps * plan.consumer_registers <= 65536 // plan.threads // 8 * 8 * plan.threads
+        owned = 65536 // plan.ctas // plan.threads // 8 * 8 * plan.threads
+        assert 128 * plan.producer_registers + 32 * plan.warps * plan.consumer_registers <= owned
         assert "compiled, never run" in " ".join(explain(asked, plan))
     built = {plan.name for plan in shipped(arch)}
     assert {make_plan(problem(arch=arch, contract=c)).name for c in ("indexed", "contiguous", "masked")} <= built
-    for changes, message in (({"numerics": "bf16"}, "ask for exact"), ({"block_rows": 16}, "align the routing to 8")):
-        with pytest.raises(UnsupportedError, match=message):
-            make_plan(problem(arch=arch, **changes))
-    assert block_rows_for(100.0, arch) == 8
+    with pytest.raises(UnsupportedError, match="align the routing to one of 8, 16"):
+        make_plan(problem(arch=arch, block_rows=64))
+    assert block_rows_for(100.0, arch) == 16
     assert set(NEVER_RUN) < set(ARCHITECTURES)
 
 

@@ -14,6 +14,13 @@ CONTRACTS = ("indexed", "contiguous", "masked")
 ROUNDING = 2.1e-3  # a BF16 output of a well-conditioned sum; a handful of values scatters up to there
 
 
+@pytest.fixture
+def tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tile kernel for every block; test_stream.py has the other one."""
+    monkeypatch.setenv("CHORD_W4A16_KERNEL", "tile")
+
+
+@pytest.mark.usefixtures("tile")
 @pytest.mark.parametrize("tokens", [1, 7, 9, 63, 65, 127, 129])
 @pytest.mark.parametrize("contract", CONTRACTS)
 @pytest.mark.parametrize(("block_rows", "dequant"), [(8, "exact"), (32, "exact"), (32, "bf16"), (64, "bf16"), (128, "bf16")])
@@ -28,6 +35,7 @@ def test_odd_token_counts(tokens: int, contract: str, block_rows: int, dequant: 
     assert error_on_written(out, truth(routed, weight, epilogue=epilogue, dequant=dequant)) < limit
 
 
+@pytest.mark.usefixtures("tile")
 @pytest.mark.parametrize("n", [64, 128, 192, 512, 576])
 @pytest.mark.parametrize("k", [64, 128, 192, 256, 448, 1024, 2048])
 @pytest.mark.parametrize(("block_rows", "dequant"), [(16, "exact"), (128, "bf16")])
@@ -40,6 +48,7 @@ def test_shapes(n: int, k: int, block_rows: int, dequant: str) -> None:
     assert error_on_written(compute(routed, weight, dequant=dequant), truth(routed, weight, dequant=dequant)) < ROUNDING
 
 
+@pytest.mark.usefixtures("tile")
 @pytest.mark.parametrize("block_rows", [16, 64, 128])
 def test_contracts_agree_bitwise(block_rows: int) -> None:
     experts, tokens, top_k = 6, 300, 2
@@ -54,6 +63,7 @@ def test_contracts_agree_bitwise(block_rows: int) -> None:
     assert torch.equal(results[0], results[2])
 
 
+@pytest.mark.usefixtures("tile")
 @pytest.mark.parametrize(("block_rows", "dequant"), [(8, "exact"), (32, "exact"), (128, "bf16")])
 def test_a_token_alone_is_bitwise_the_token_among_others(block_rows: int, dequant: str) -> None:
     experts, tokens = 4, 100

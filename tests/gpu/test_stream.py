@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stream kernel, wherever the plan would choose another: the one that Blackwell has must be right on Hopper first."""
+"""The stream kernel, also where the plan would choose another: the one that Blackwell has must be right on Hopper first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from chord_kernels.rows import IndexedRows
 CONTRACTS = ("indexed", "contiguous", "masked")
 
 
-@pytest.fixture(autouse=True, params=[8, 16, 32])
+@pytest.fixture(autouse=True, params=[8, 16])
 def rows(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> int:
     """Token rows a block."""
     monkeypatch.setenv("CHORD_W4A16_KERNEL", "stream")
@@ -51,14 +51,14 @@ def test_powers_of_two_of_any_usual_size_are_exact(magnitude: float, rows: int) 
 
 @pytest.mark.parametrize("tokens", [1, 7, 9, 65, 129])
 @pytest.mark.parametrize("contract", CONTRACTS)
-@pytest.mark.parametrize("epilogue", ["store", "swiglu"])
-def test_odd_token_counts(tokens: int, contract: str, epilogue: str, rows: int) -> None:
+@pytest.mark.parametrize(("epilogue", "dequant"), [("store", "bf16"), ("swiglu", "exact")])
+def test_odd_token_counts(tokens: int, contract: str, epilogue: str, dequant: str, rows: int) -> None:
     experts, n, k = 5, 192, 320
     weight = random_weight(experts, n, k, paired=True, device="cuda", seed=tokens)
     x = torch.randn((tokens, k), device="cuda").to(torch.bfloat16)
     routed = route(contract, x, random_ids(tokens, experts, 2, device="cuda", seed=tokens), experts, block_rows=rows)
-    out = compute(routed, weight, epilogue=epilogue, dequant="exact")
-    assert error_on_written(out, truth(routed, weight, epilogue=epilogue)) < (2.1e-3 if tokens > 1 else 3e-3)
+    out = compute(routed, weight, epilogue=epilogue, dequant=dequant)
+    assert error_on_written(out, truth(routed, weight, epilogue=epilogue, dequant=dequant)) < (2.1e-3 if tokens > 1 else 3e-3)
 
 
 @pytest.mark.parametrize("n", [64, 128, 192, 448, 512, 7168])
@@ -70,6 +70,17 @@ def test_shapes(n: int, k: int, rows: int) -> None:
     x = torch.randn((tokens, k), device="cuda").to(torch.bfloat16)
     routed = route("indexed", x, random_ids(tokens, experts, 2, device="cuda"), experts, block_rows=rows)
     assert error_on_written(compute(routed, weight, dequant="exact"), truth(routed, weight)) < 2.1e-3
+
+
+def test_a_short_k_with_many_pieces_a_cta(rows: int) -> None:
+    experts, tokens, top_k = 64, 96, 8
+    weight = random_weight(experts, 7168, 256, device="cuda")
+    x = torch.randn((tokens, 256), device="cuda").to(torch.bfloat16)
+    ids = random_ids(tokens, experts, top_k, device="cuda")
+    routed = route("indexed", x, ids, experts, block_rows=rows)
+    for dequant in ("exact", "bf16"):
+        out = compute(routed, weight, dequant=dequant)
+        assert error_on_written(out, truth(routed, weight, dequant=dequant)) < 2.1e-3
 
 
 def test_contracts_batches_and_runs_agree_bitwise(rows: int) -> None:

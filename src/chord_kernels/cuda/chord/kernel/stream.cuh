@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The stream kernel, for up to 32 rows an expert on every architecture with mma.sync and bulk copies (sm_90a and later):
+// The stream kernel, for few rows an expert on every architecture with mma.sync and bulk copies (sm_90a and later):
 // out[row, n] = sum over k of x[row, k] * weight[expert(row), n, k].
 //
 // A persistent CTA computes pieces of the output (schedule/pieces.cuh): one block of token rows x up to four weight tiles of 64

@@ -4,9 +4,9 @@
 // A persistent CTA computes pieces of the output (schedule/pieces.cuh); a piece is one block of token rows x up to
 // kPanelTiles * 64 weight rows. Three or more warpgroups:
 //
-//   warpgroup        | for every stage of one or more slices of kKTiles * 64 k | once a piece
-//   consumers 0..C-1 | wait full; dequantize A; wgmma; release                 | width and sharing from TileInfo; store outputs
-//   producer C       | wait empty; bulk copies of weights; gather of tokens    | locate its block; write TileInfo
+//   warpgroup        | for every stage of kKTiles * 64 k                    | once a piece
+//   consumers 0..C-1 | wait full; dequantize A; wgmma; release              | width from TileInfo; store outputs
+//   producer C       | wait empty; bulk copies of weights; gather of tokens | locate its block; write TileInfo
 //
 //   barrier        | count   | arrivals of one phase                                    | waited for by
 //   full[s]        | 128 + 1 | every producer thread when its cp.async have landed;     | consumers, before
@@ -14,7 +14,6 @@
 //   empty[s]       | 4 * C   | lane 0 of every consumer warp, when no wgmma of it reads | producers, before
 //                  |         | stage s any more                                         | writing stage s
 //   bar.sync 1 + g | 128     | warpgroup g around its staging rows (large blocks)       | itself
-//   bar.sync 1 + C | 128 * C | all consumers around the exchange of chains (exact.cuh)  | themselves
 //
 // Only the producer knows the schedule. The last stage it fills says rows = 0, and the consumers leave.
 #pragma once

@@ -12,12 +12,11 @@ struct Piece {
   int32_t tiles;
 };
 
-// Every schedule deals out whole panels in rounds over the CTAs: the panels of a block run side by side and share its tokens in L2,
-// and an expert's blocks its weights. They differ in what they do with the panels that do not fill a last round. A piece spans
-// all of K: a row's sum has the same order in whatever batch it is.
+// A piece spans all of K: a row's sum has the same order in whatever batch it is.
 
-// The rest is cut anew, into the narrowest pieces that still give every CTA at most one: for kernels where fewer weight tiles take
-// less time, if not in proportion.
+// Whole panels are dealt out in rounds over the CTAs: the panels of a block run side by side and share its tokens in L2, and an
+// expert's blocks its weights. What does not fill a last round is cut anew, into the narrowest pieces that still give every CTA
+// at most one: fewer weight tiles take less time, if not in proportion.
 template <class Config>
 struct NarrowSchedule {
   int32_t panels;     // of a block
@@ -63,52 +62,8 @@ struct NarrowSchedule {
   }
 };
 
-// The rest is dealt out evenly to a single weight tile, in pieces of 4, 2 or 1: for kernels whose time is proportional to the
-// tiles of a piece.
-template <class Config>
-struct LevelSchedule {
-  int32_t panels;     // of a block
-  int32_t row_tiles;  // of a block
-  int32_t panel;      // the next one of this CTA
-  int32_t whole;      // panels that are dealt out whole
-  int32_t slot, end;  // this CTA's share of the rest; a slot is a weight tile, counted through the panels
-
-  __device__ __forceinline__ LevelSchedule(int blocks, int block_tiles)
-      : panels((block_tiles + Config::kPanelTiles - 1) / Config::kPanelTiles), row_tiles(block_tiles), panel(blockIdx.x) {
-    static_assert(Config::kPanelTiles == 4);
-    const int workers = gridDim.x, total = blocks * panels;
-    // Shares of nearly a whole panel are not worth pieces that straddle two.
-    const int rest = total % workers * 8 < workers * 7 ? total % workers : 0;
-    whole = total - rest;
-    // rest < workers, and a grid has at most a few hundred of them.
-    slot = whole * Config::kPanelTiles + rest * Config::kPanelTiles * static_cast<int>(blockIdx.x) / workers;
-    end = whole * Config::kPanelTiles + rest * Config::kPanelTiles * (static_cast<int>(blockIdx.x) + 1) / workers;
-  }
-
-  __device__ __forceinline__ bool next(Piece& piece) {
-    if (panel < whole) {
-      piece.block = panel / panels;
-      piece.first_tile = panel % panels * Config::kPanelTiles;
-      piece.tiles = min(Config::kPanelTiles, row_tiles - piece.first_tile);
-      panel += gridDim.x;
-      return true;
-    }
-    while (slot < end) {
-      const int at = slot / Config::kPanelTiles;
-      piece.block = at / panels;
-      piece.first_tile = at % panels * Config::kPanelTiles + slot % Config::kPanelTiles;
-      // It may reach into the block's next panel; the last panel may be partial: then 0 or less are left.
-      const int left = min(end - slot, row_tiles - piece.first_tile);
-      piece.tiles = left >= 4 ? 4 : left == 3 ? 2 : left;
-      slot += max(piece.tiles, 1);
-      if (piece.tiles > 0) return true;
-    }
-    return false;
-  }
-};
-
-// Every CTA has a run of weight tiles, counted through the blocks and level to one: for pieces so short that a CTA has many, and
-// keeps a block's tokens and routing close.
+// Every CTA has a run of weight tiles, counted through the blocks and level to one: for pieces so short that a CTA has many of a
+// block, whose tokens and routing it then keeps close.
 template <class Config>
 struct RunSchedule {
   int32_t row_tiles;  // of a block
@@ -134,7 +89,7 @@ struct RunSchedule {
 
 template <class Config, bool kRuns>
 struct StreamScheduleOf {
-  using Type = LevelSchedule<Config>;
+  using Type = NarrowSchedule<Config>;
 };
 template <class Config>
 struct StreamScheduleOf<Config, true> {

@@ -86,11 +86,11 @@ __device__ __forceinline__ void stream_accumulate(StreamSums<kUnits, kOctets>& s
     ring.wait_full(at);
 #pragma unroll
     for (int own = 0; own < kOwn; ++own) {
-      const int slice = own * Config::kSplit;  // from the part's first on
-      if (busy && k_tile + slice < k_tiles) {
-        const uint32_t weights = ring.weights(at.stage) + offset + (self.part + slice) * sizeof(WeightTile);
+      const int step = own * Config::kSplit;  // from the part's first k-tile on
+      if (busy && k_tile + step < k_tiles) {
+        const uint32_t weights = ring.weights(at.stage) + offset + (self.part + step) * sizeof(WeightTile);
         StreamTokens<kOctets> tokens;
-        tokens.load(ring, at.stage, self.part + slice, self.lane);
+        tokens.load(ring, at.stage, self.part + step, self.lane);
 #pragma unroll
         for (int unit = 0; unit < kUnits; ++unit) {
           WeightFragment weight;
