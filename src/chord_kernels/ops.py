@@ -44,8 +44,9 @@ def indexed(
 
     x: BF16 [M, K]. routing: see `IndexedRows`. out: BF16 [M * top_k, N], or [M * top_k, N/2] with epilogue "swiglu"
     (silu(gate) * up in FP32, one rounding; needs a weight packed with gate_up=True). Only rows named by sorted_ids are
-    written. dequant: "exact" (no weight is rounded), "bf16" (weight = RN_bf16((code - 8) * scale)) or "auto": exact for
-    blocks of up to 32 rows, bf16 above. validate checks the routing's values, with a synchronisation.
+    written. dequant: "exact" (no weight is rounded), "bf16" (weight = RN_bf16((code - 8) * scale)) or "auto": exact in
+    blocks of up to 16 rows, and in blocks of 32 where experts have at most 16 rows on average; else bf16. validate checks the
+    routing's values, with a synchronisation.
     dependent_launch: programmatic dependent launch. True: the kernel may be scheduled while the one before it on the stream
     ends, and waits for it before its first read; "weights_first": the one before it writes no routing, so routing is read and
     weights are copied before that wait. Raises FormatError, UnsupportedError, CompileError.

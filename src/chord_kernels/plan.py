@@ -16,13 +16,13 @@ from .kernels import (
     EXACT_BLOCK_ROWS,
     MAX_STAGES,
     SMALL_BLOCK_ROWS,
-    smem_limit,
     STREAM_BLOCK_ROWS,
     TILE_K,
     TILE_ROWS,
     Plan,
     StreamPlan,
     TilePlan,
+    smem_limit,
 )
 
 CONTRACTS = ("indexed", "contiguous", "masked")
@@ -92,12 +92,11 @@ def why_not(problem: Problem) -> str | None:
         return f"an alignment of {p.alignment} with blocks of {p.block_rows or 8} rows; a block would hold two experts"
     if p.numerics == "exact" and p.block_rows is not None and p.block_rows > EXACT_BLOCK_ROWS:
         return f"exact numerics with blocks of {p.block_rows} rows; align the routing to at most {EXACT_BLOCK_ROWS}"
-    if p.arch not in TILE_ARCHITECTURES:
-        if p.block_rows not in (None, *STREAM_BLOCK_ROWS):
-            return (
-                f"blocks of {p.block_rows} rows on {p.arch}, which only has the stream kernel; "
-                f"align the routing to one of {', '.join(map(str, STREAM_BLOCK_ROWS))}"
-            )
+    if p.arch not in TILE_ARCHITECTURES and p.block_rows not in (None, *STREAM_BLOCK_ROWS):
+        return (
+            f"blocks of {p.block_rows} rows on {p.arch}, which only has the stream kernel; "
+            f"align the routing to one of {', '.join(map(str, STREAM_BLOCK_ROWS))}"
+        )
     return None
 
 

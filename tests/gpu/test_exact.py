@@ -13,6 +13,7 @@ from chord_kernels.formats import W4A16
 CONTRACTS = ("indexed", "contiguous", "masked")
 SCHEDULES = [(8, "exact"), (16, "exact"), (32, "exact"), (8, "bf16"), (16, "bf16"), (32, "bf16"), (64, "bf16"), (128, "bf16")]
 
+
 @pytest.fixture
 def tile(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tile kernel for every block; test_stream.py has the other one."""
