@@ -200,8 +200,8 @@ class StreamPlan:
 
     @property
     def name(self) -> str:
-        return f"stream_{self.contract}_{self.epilogue}_{self.numerics}_r{self.block_rows}_k{self.split}_t{self.teams}_c{self.ctas}"
-            f"_s{self.stages}_{self.arch}"
+        parts = f"k{self.split}_t{self.teams}_c{self.ctas}_s{self.stages}"
+        return f"stream_{self.contract}_{self.epilogue}_{self.numerics}_r{self.block_rows}_{parts}_{self.arch}"
 
     def constants(self) -> dict[str, int]:
         """The integers of its Config struct."""
