@@ -19,7 +19,8 @@ def small_layer(experts: int = 6, hidden: int = 256, inter: int = 128, expert_ma
 
 
 def layer_truth(layer: chord.MoELayer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    return reference.layer(x, layer.gate_up, layer.down, ids, weights, dtype=torch.float64, round_hidden=True)
+    numerics = layer.numerics(*ids.shape)
+    return reference.layer(x, layer.gate_up, layer.down, ids, weights, dequant=numerics, dtype=torch.float64, round_hidden=True)
 
 
 @pytest.mark.parametrize("mapped", [False, True])
