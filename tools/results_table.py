@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Print the README's tables from the committed result files.
+"""Print the tables of README and docs/performance.md from the committed result files.
 
 usage: python tools/results_table.py
 """
@@ -40,13 +40,24 @@ def gemm_table() -> None:
 
 
 def small_table() -> None:
-    print("\n| case | tokens | us a layer | x floor | humming recorded | humming / Chord |\n|--|--|--|--|--|--|")
+    print("\n| case | tokens | us a layer | x floor | humming | humming / Chord |\n|--|--|--|--|--|--|")
     for row in rows():
-        if "case" in row:
-            us, peer = row["us_per_layer"], row["recorded_peer_us"]
+        if "case" in row and "humming_us" in row:
+            us, peer = row["us_per_layer"], row["humming_us"]
             print(f"| {row['case']} | {row['tokens']} | {us:.1f} | {us / row['floor_us']:.2f} | {peer:.1f} | {peer / us:.2f} |")
+
+
+def live_table() -> None:
+    print("\n| case | Chord us | humming 0.1.20 us | humming / Chord |\n|--|--|--|--|")
+    live = {(row["section"], row["stage"], row["point"]): row for row in rows() if "section" in row and "humming_us" in row}
+    for section in ("decode", "prefill", "tp8", "masked", "contiguous"):
+        for point in sorted({key[2] for key in live if key[0] == section}):
+            pair = [live[section, stage, point] for stage in ("gate_up", "down")]
+            us, peer = (sum(row[name] for row in pair) for name in ("us", "humming_us"))
+            print(f"| {section} {point} | {us:.1f} | {peer:.1f} | {peer / us:.2f} |")
 
 
 if __name__ == "__main__":
     gemm_table()
     small_table()
+    live_table()

@@ -53,11 +53,16 @@ def test_the_readme_table_is_the_result_files() -> None:
 
 
 def test_the_readmes_small_batches_are_the_result_files() -> None:
-    rows = re.findall(r"^\| (int4-[\w-]+) \| (\d+) \| ([\d.]+) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
-    measured = {(row["case"], row["tokens"]): row["us_per_layer"] for row in RESULT_ROWS if "case" in row}
+    """Both sides of one process."""
+    pattern = r"^\| (int4-[\w-]+) \| (\d+) \| ([\d.]+) \| [\d.]+ \| ([\d.]+) \| ([\d.]+) \|$"
+    rows = re.findall(pattern, (ROOT / "README.md").read_text(), re.MULTILINE)
+    measured = {(row["case"], row["tokens"]): row for row in RESULT_ROWS if "case" in row and "humming_us" in row}
     assert rows
-    for case, tokens, us in rows:
-        assert float(us) == pytest.approx(measured[case, int(tokens)], abs=0.06)
+    for case, tokens, us, humming, ratio in rows:
+        row = measured[case, int(tokens)]
+        assert float(us) == pytest.approx(row["us_per_layer"], abs=0.06)
+        assert float(humming) == pytest.approx(row["humming_us"], abs=0.06)
+        assert float(ratio) == pytest.approx(row["humming_us"] / row["us_per_layer"], abs=0.006)
 
 
 def test_the_live_comparison_is_the_result_files() -> None:
@@ -66,7 +71,7 @@ def test_the_live_comparison_is_the_result_files() -> None:
     rows = re.findall(r"^\| (\w+) (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", text, re.MULTILINE)
     assert rows
     for section, point, us, humming, ratio in rows:
-        pair = [row for row in RESULT_ROWS if "humming_us" in row and (row["section"], row["point"]) == (section, int(point))]
+        pair = [row for row in RESULT_ROWS if "humming_us" in row and (row.get("section"), row.get("point")) == (section, int(point))]
         assert {row["stage"] for row in pair} == {"gate_up", "down"}
         ours, theirs = (sum(row[name] for row in pair) for name in ("us", "humming_us"))
         assert float(us) == pytest.approx(ours, abs=0.06)
@@ -76,7 +81,7 @@ def test_the_live_comparison_is_the_result_files() -> None:
 
 def test_the_layer_table_is_what_chord_run_printed() -> None:
     text = (ROOT / "docs" / "performance.md").read_text()
-    printed = (RESULTS / "2026-11-29-h200-chord-run.txt").read_text()
+    printed = (RESULTS / "2026-11-30-h200-chord-run.txt").read_text()
     rows = re.findall(r"^\| kimi-k2-\w+ \| (\d+) \| (exact|bf16) \| (\d+) \|", text, re.MULTILINE)
     measured = {(int(t), n, round(float(us))) for t, n, us in re.findall(r"│\s+(\d+) │ (exact|bf16)\s+│\s+([\d.]+) │", printed)}
     assert rows
