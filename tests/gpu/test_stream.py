@@ -120,7 +120,7 @@ def test_blocks_of_expert_minus_one_and_empty_counts_are_skipped(rows: int) -> N
 
 
 def test_graphs_streams_and_eager_calls_at_once(rows: int) -> None:
-    """HAZARDS 12: counters belong to a stream or to a captured launch, and are zero again after every call."""
+    """HAZARDS 12: launches at once share nothing."""
     experts, tokens = 16, 20
     weight = random_weight(experts, 2048, 4096, device="cuda")
     x = torch.randn((tokens, 4096), device="cuda").to(torch.bfloat16)
