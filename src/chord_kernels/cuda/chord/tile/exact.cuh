@@ -45,6 +45,7 @@ __device__ __forceinline__ void accumulate_exact(float (&sum)[Config::kBlockRows
       }
     }
     wgmma_wait<0>();
+    __syncwarp();  // one lane arrives for them all; while wgmma are in flight (bf16.cuh) this would serialise them
     ring.release(at.stage, self.lane);
     add_up(kStageGroups - 1);
     at.advance();
