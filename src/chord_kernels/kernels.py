@@ -99,6 +99,11 @@ class TilePlan:
         return _align(self.stages * self.stage_bytes + _align(end, 16) + bookkeeping, 1024)
 
     @property
+    def piece_rows(self) -> int:
+        """Weight rows of the narrowest piece of work."""
+        return TILE_ROWS
+
+    @property
     def name(self) -> str:
         return (
             f"tile_{self.contract}_{self.epilogue}_{self.numerics}_r{self.block_rows}_p{self.panel_tiles * TILE_ROWS}"
@@ -199,6 +204,11 @@ class StreamPlan:
         return _align(self.stages * self.stage_bytes + partials + self.stages * (8 + 8 + 12 + 4 * self.block_rows), 128)
 
     @property
+    def piece_rows(self) -> int:
+        """Weight rows of the narrowest piece of work."""
+        return TILE_ROWS
+
+    @property
     def name(self) -> str:
         parts = f"k{self.split}_t{self.teams}_c{self.ctas}_s{self.stages}"
         return f"stream_{self.contract}_{self.epilogue}_{self.numerics}_r{self.block_rows}_{parts}_{self.arch}"
@@ -235,4 +245,72 @@ class StreamPlan:
         return None
 
 
-Plan = TilePlan | StreamPlan
+@dataclass(frozen=True)
+class DirectPlan:
+    """A direct kernel (kernel/direct.cuh): mma.sync, every warp a 16-row block of weights straight from memory, for few tokens."""
+
+    arch: str
+    contract: str
+    epilogue: str  # store | store_paired | swiglu
+    k_tiles: int  # of all of K
+    rows_at_once: int  # token rows in shared memory
+    parts: int  # of K, a warp each
+    blocks: int  # 16-row blocks of a CTA
+    depth: int  # k-tiles of weights on their way to a warp
+    ctas: int  # an SM
+
+    numerics: ClassVar[str] = "exact"
+    block_rows: ClassVar[int] = 8
+    stages: ClassVar[int] = 0
+    header: ClassVar[str] = "chord/kernel/direct.cuh"
+    function: ClassVar[str] = "direct_kernel"
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.parts * self.blocks
+
+    @property
+    def smem_bytes(self) -> int:
+        """sizeof(DirectStorage<Config>), which the kernel asserts."""
+        partials = self.blocks * (self.parts - 1) * 32 * 16
+        weights = self.blocks * self.parts * self.depth * TILE_BYTES // 4
+        return partials + weights + self.rows_at_once * (self.k_tiles * TOKEN_BYTES + 16) + 16
+
+    @property
+    def piece_rows(self) -> int:
+        """Weight rows of the narrowest piece of work."""
+        return 16 * self.blocks
+
+    @property
+    def name(self) -> str:
+        shape = f"k{self.k_tiles * TILE_K}_m{self.rows_at_once}_w{self.blocks}x{self.parts}_d{self.depth}_c{self.ctas}"
+        return f"direct_{self.contract}_{self.epilogue}_{self.numerics}_r{self.block_rows}_{shape}_{self.arch}"
+
+    def constants(self) -> dict[str, int]:
+        """The integers of its Config struct."""
+        return {
+            "kBlockRows": self.block_rows,
+            "kKTiles": self.k_tiles,
+            "kRowsAtOnce": self.rows_at_once,
+            "kParts": self.parts,
+            "kBlocks": self.blocks,
+            "kDepth": self.depth,
+            "kCtas": self.ctas,
+            "kThreads": self.threads,
+            "kSmemBytes": self.smem_bytes,
+        }
+
+    def describe(self) -> dict[str, object]:
+        derived = ("numerics", "block_rows", "threads", "smem_bytes")
+        return {"name": self.name, **asdict(self), **{field: getattr(self, field) for field in derived}}
+
+    def why_illegal(self) -> str | None:
+        """Why the kernel could not be built with these fields; None where it can."""
+        if self.threads * self.ctas > 2048 or self.threads > 1024:
+            return f"{self.ctas} CTAs of {self.threads} threads; an SM has 2048, a CTA 1024"
+        if self.smem_bytes > (limit := smem_limit(self.ctas)):
+            return f"{self.smem_bytes} bytes of shared memory; a CTA has {limit}"
+        return None
+
+
+Plan = TilePlan | StreamPlan | DirectPlan

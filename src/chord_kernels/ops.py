@@ -220,8 +220,7 @@ def _launch(
     from .jit.launch import load
 
     plan = plan_of(problem)
-    panels = -(-problem.n // (plan.panel_tiles * 64))
-    grid = min(problem.sm_count * plan.ctas, blocks * panels * plan.panel_tiles)
+    grid = min(problem.sm_count * plan.ctas, blocks * -(-problem.n // plan.piece_rows))
     if grid == 0:
         return
     index = x.device.index

@@ -19,6 +19,7 @@ from .kernels import (
     STREAM_BLOCK_ROWS,
     TILE_K,
     TILE_ROWS,
+    DirectPlan,
     Plan,
     StreamPlan,
     TilePlan,
@@ -134,6 +135,8 @@ def make_plan(problem: Problem, pins: Mapping[str, int | str] | None = None) -> 
     numerics = problem.numerics if problem.numerics != "auto" else numerics_for(block, problem.rows_per_expert)
     epilogue = "store_paired" if problem.epilogue == "store" and problem.paired else problem.epilogue
     plan: Plan
+    if _direct(block, numerics, pins.get("kernel")):
+        return _direct_plan(problem, epilogue)
     if _streams(problem, block, numerics, pins.get("kernel")):
         plan = _stream_plan(problem, epilogue, block, numerics, pins)
     else:
@@ -150,6 +153,21 @@ def _streams(problem: Problem, block: int, numerics: str, kernel: str | None) ->
     if block not in STREAM_BLOCK_ROWS or kernel == "tile":
         return False
     return kernel == "stream" or (numerics == "exact" and (_one_stage(problem) or _few_tiles(problem)))
+
+
+def _direct(block: int, numerics: str, kernel: str | None) -> bool:
+    return kernel == "direct" and numerics == "exact" and block == DirectPlan.block_rows
+
+
+def _direct_plan(problem: Problem, epilogue: str) -> DirectPlan:
+    k_tiles = problem.k // TILE_K
+    parts, blocks, ctas = (8, 1, 3) if k_tiles > 8 else (1, 8, 4)
+    depth = min(-(-k_tiles // parts), 7)
+    rows = next(rows for rows in (1, 2, 4, 8) if rows >= min(problem.source_rows or 8, 8))
+    plan = DirectPlan(problem.arch, problem.contract, epilogue, k_tiles, rows, parts, blocks, depth, ctas)
+    while plan.why_illegal() is not None and plan.rows_at_once > 1:
+        plan = replace(plan, rows_at_once=plan.rows_at_once // 2)
+    return _legal(plan)
 
 
 def _one_stage(problem: Problem) -> bool:
@@ -214,6 +232,8 @@ def explain(problem: Problem, plan: Plan) -> list[str]:
     numerics = (
         "no weight is rounded, each 32-group is scaled in FP32" if plan.numerics == "exact" else "weights are RN_bf16((code - 8) * scale)"
     )
+    if isinstance(plan, DirectPlan):
+        return [f"direct kernel: {plan.blocks} 16-row blocks of weights a CTA, each by {plan.parts} warps that share K"]
     if isinstance(plan, StreamPlan):
         width = "the tensor cores run at the next multiple of 8 of a block's valid rows"
         if plan.split == 1:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stream kernel, also where the plan would choose another: the one that Blackwell has must be right on Hopper first."""
+"""The kernels of mma.sync, also where the plan would choose another: the one that Blackwell has must be right on Hopper first."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from chord_kernels.rows import IndexedRows
 CONTRACTS = ("indexed", "contiguous", "masked")
 
 
-@pytest.fixture(autouse=True, params=[8, 16])
+@pytest.fixture(autouse=True, params=[("stream", 8), ("stream", 16), ("direct", 8)], ids=lambda param: f"{param[0]}{param[1]}")
 def rows(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> int:
     """Token rows a block."""
-    monkeypatch.setenv("CHORD_W4A16_KERNEL", "stream")
-    monkeypatch.setenv("CHORD_W4A16_BM", str(request.param))  # for contracts whose routing does not fix the block
-    return request.param
+    kernel, block_rows = request.param
+    monkeypatch.setenv("CHORD_W4A16_KERNEL", kernel)
+    monkeypatch.setenv("CHORD_W4A16_BM", str(block_rows))  # for contracts whose routing does not fix the block
+    return block_rows
 
 
 @pytest.mark.parametrize("paired", [False, True])

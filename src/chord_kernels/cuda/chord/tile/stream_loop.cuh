@@ -4,8 +4,7 @@
 // The 16-row blocks of a piece are counted through its weight tiles. Piece of one, two or four tiles: the warp at position p has
 // the 1, 2 or 4 blocks from p * kUnits on, all of one tile. Whatever the width, a row's sum has the same parts, in the same order.
 #pragma once
-#include "chord/arch/mma.cuh"
-#include "chord/tile/dequantize.cuh"
+#include "chord/tile/block.cuh"
 #include "chord/tile/stream_storage.cuh"
 
 namespace chord {
@@ -14,58 +13,14 @@ namespace chord {
 template <int kUnits, int kOctets>
 using StreamSums = float[kUnits][kOctets][4];
 
-// What a sum has to be multiplied by: rows g, rows g + 8.
-template <class Config>
-__device__ __forceinline__ constexpr float stream_units(int row_half) {
-  return Config::kNumerics == Numerics::kExact ? kIntegerUnits[row_half] : kScaledUnits[row_half];
-}
-
-// A k-tile of tokens as B operands: of each octet and 32-group, the registers of its two k-steps.
-template <int kOctets>
-struct StreamTokens {
-  uint32_t fragments[kOctets][2][4];
-
-  template <class Config>
-  __device__ __forceinline__ void load(const StreamRing<Config>& ring, uint32_t stage, int k_tile, int lane) {
-    constexpr int kPitch = sizeof(StreamStage<Config>::activations[0]);
-    const uint32_t row = ring.activations(stage) + k_tile * kTokenBytes + lane % 8 * kPitch + lane / 8 * 16;
+template <class Config, int kOctets>
+__device__ __forceinline__ void load_tokens(TokenFragments<kOctets>& tokens, const StreamRing<Config>& ring, uint32_t stage, int k_tile, int lane) {
+  constexpr int kPitch = sizeof(StreamStage<Config>::activations[0]);
+  const uint32_t row = ring.activations(stage) + k_tile * kTokenBytes + lane % 8 * kPitch + lane / 8 * 16;
 #pragma unroll
-    for (int octet = 0; octet < kOctets; ++octet)
+  for (int octet = 0; octet < kOctets; ++octet)
 #pragma unroll
-      for (int group = 0; group < 2; ++group) load_matrices(fragments[octet][group], row + octet * 8 * kPitch + group * (kTokenBytes / 2));
-  }
-};
-
-// sum += a 16-row block of weights x the tokens. Exact: every 32-group is summed on its own and scaled in FP32.
-template <Numerics kNumerics, int kOctets>
-__device__ __forceinline__ void stream_multiply(float (&sum)[kOctets][4], const WeightFragment& weight, const StreamTokens<kOctets>& tokens) {
-  constexpr float kZero[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll
-  for (int group = 0; group < 2; ++group) {
-    uint32_t a[2][4];
-    if constexpr (kNumerics == Numerics::kExact) {
-#pragma unroll
-      for (int step = 0; step < 2; ++step) decode_integers(a[step], weight.words[2 * group + step]);
-    } else {
-      const ScaledGroup low_row(weight, 0, group), high_row(weight, 1, group);
-#pragma unroll
-      for (int step = 0; step < 2; ++step) decode_scaled(a[step], weight.words[2 * group + step], low_row, high_row);
-    }
-#pragma unroll
-    for (int octet = 0; octet < kOctets; ++octet) {
-      const uint32_t* b = tokens.fragments[octet][group];
-      if constexpr (kNumerics == Numerics::kExact) {
-        float part[4];
-        mma_m16n8k16(part, a[0], b, kZero);
-        mma_m16n8k16(part, a[1], b + 2, part);
-#pragma unroll
-        for (int c = 0; c < 4; ++c) sum[octet][c] = fmaf(weight.scale(c / 2, group), part[c], sum[octet][c]);
-      } else {
-        mma_m16n8k16(sum[octet], a[0], b, sum[octet]);
-        mma_m16n8k16(sum[octet], a[1], b + 2, sum[octet]);
-      }
-    }
-  }
+    for (int group = 0; group < 2; ++group) load_matrices(tokens.fragments[octet][group], row + octet * 8 * kPitch + group * (kTokenBytes / 2));
 }
 
 // busy: the piece has blocks for this warp; others let its stages pass.
@@ -89,8 +44,8 @@ __device__ __forceinline__ void stream_accumulate(StreamSums<kUnits, kOctets>& s
       const int step = own * Config::kSplit;  // from the part's first k-tile on
       if (busy && k_tile + step < k_tiles) {
         const uint32_t weights = ring.weights(at.stage) + offset + (self.part + step) * sizeof(WeightTile);
-        StreamTokens<kOctets> tokens;
-        tokens.load(ring, at.stage, self.part + step, self.lane);
+        TokenFragments<kOctets> tokens;
+        load_tokens(tokens, ring, at.stage, self.part + step, self.lane);
 #pragma unroll
         for (int unit = 0; unit < kUnits; ++unit) {
           WeightFragment weight;
@@ -99,7 +54,7 @@ __device__ __forceinline__ void stream_accumulate(StreamSums<kUnits, kOctets>& s
             __syncwarp();
             ring.release(at.stage, self.lane);
           }
-          stream_multiply<Config::kNumerics>(sum[unit], weight, tokens);
+          multiply_block<Config::kNumerics>(sum[unit], weight, tokens);
         }
       } else if (own == kOwn - 1) {
         __syncwarp();
