@@ -229,33 +229,42 @@ def _most_k_tiles(block_rows: int, numerics: str) -> int:
 
 def explain(problem: Problem, plan: Plan) -> list[str]:
     """Why this plan, a sentence each."""
-    numerics = (
-        "no weight is rounded, each 32-group is scaled in FP32" if plan.numerics == "exact" else "weights are RN_bf16((code - 8) * scale)"
-    )
-    if isinstance(plan, DirectPlan):
-        return [f"direct kernel: {plan.blocks} 16-row blocks of weights a CTA, each by {plan.parts} warps that share K"]
-    if isinstance(plan, StreamPlan):
-        width = "the tensor cores run at the next multiple of 8 of a block's valid rows"
-        if plan.split == 1:
-            kernel = f"stream kernel: mma.sync; K = {problem.k} is one stage, {plan.ctas} CTAs an SM of {plan.teams} x 4 warps take turns"
-        elif _few_tiles(problem):
-            kernel = f"stream kernel: mma.sync; an SM has at most one 64-row weight tile, whose K {plan.warps} warps share"
-        else:
-            kernel = f"stream kernel: mma.sync, panels of {plan.panel_tiles * TILE_ROWS} weight rows by {plan.warps} warps that share K"
-    else:
-        width = f"the tensor cores run at the next multiple of {plan.width_step} of a block's valid rows"
-        kernel = f"tile kernel: wgmma, panels of {plan.panel_tiles * TILE_ROWS} weight rows by {plan.consumer_groups} consumer warpgroups"
-    stage = f"{plan.stages} stages of {plan.k_tiles * TILE_K} k"
-    lines = [
-        f"{problem.rows_per_expert:.1f} rows an expert on average: blocks of {plan.block_rows} token rows; {width}",
-        kernel,
-        f"{plan.numerics} numerics: {numerics}",
-        f"{tiles(problem, plan)} panels at most on {problem.sm_count} SMs; those that do not fill a last round are cut narrower",
-        f"{stage} = {plan.smem_bytes} of {smem_limit(plan.ctas)} bytes of shared memory",
-    ]
+    average = f"{problem.rows_per_expert:.3g} rows an expert on average"
+    lines = [f"{average}: blocks of {plan.block_rows} token rows", *_why_kernel(problem, plan), _why_numerics(plan)]
     if plan.arch in NEVER_RUN:
         lines.append(f"{plan.arch}: compiled, never run")
     return lines
+
+
+def _why_kernel(problem: Problem, plan: Plan) -> list[str]:
+    if isinstance(plan, DirectPlan):
+        return [
+            f"direct kernel: mma.sync, {plan.blocks} 16-row blocks of weights a CTA, each by {plan.parts} warps that share K",
+            f"{plan.ctas} CTAs an SM, {plan.smem_bytes} of {smem_limit(plan.ctas)} bytes of shared memory",
+        ]
+    memory = f"{plan.stages} stages of {plan.k_tiles * TILE_K} k = {plan.smem_bytes} of {smem_limit(plan.ctas)} bytes of shared memory"
+    panels = f"{tiles(problem, plan)} panels at most on {problem.sm_count} SMs; those that do not fill a last round are cut narrower"
+    if isinstance(plan, TilePlan):
+        return [
+            f"tile kernel: wgmma, panels of {plan.panel_tiles * TILE_ROWS} weight rows by {plan.consumer_groups} consumer warpgroups",
+            f"the tensor cores run at the next multiple of {plan.width_step} of a block's valid rows",
+            panels,
+            memory,
+        ]
+    if plan.split == 1:
+        kernel = f"stream kernel: mma.sync; K = {problem.k} is one stage, so teams of four warps take turns with pieces"
+        panels = f"{plan.ctas} CTAs an SM, each with a run of weight tiles, level to one tile"
+    elif _few_tiles(problem):
+        kernel = f"stream kernel: mma.sync; an SM has at most one 64-row weight tile, whose K {plan.warps} warps share"
+    else:
+        kernel = f"stream kernel: mma.sync, panels of {plan.panel_tiles * TILE_ROWS} weight rows by {plan.warps} warps that share K"
+    return [kernel, panels, memory]
+
+
+def _why_numerics(plan: Plan) -> str:
+    if plan.numerics == "exact":
+        return "exact numerics: no weight is rounded, each 32-group is scaled in FP32, which so few rows afford"
+    return "bf16 numerics: weights are RN_bf16((code - 8) * scale); scaling sums in FP32 would be work for every eight rows"
 
 
 def tiles(problem: Problem, plan: Plan) -> int:
