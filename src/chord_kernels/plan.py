@@ -229,8 +229,12 @@ def _most_k_tiles(block_rows: int, numerics: str) -> int:
 
 def explain(problem: Problem, plan: Plan) -> list[str]:
     """Why this plan, a sentence each."""
-    average = f"{problem.rows_per_expert:.3g} rows an expert on average"
-    lines = [f"{average}: blocks of {plan.block_rows} token rows", *_why_kernel(problem, plan), _why_numerics(plan)]
+    rows = problem.rows_per_expert
+    lines = [
+        f"{rows:{'.1f' if rows >= 1 else '.2g'}} rows an expert on average: blocks of {plan.block_rows} token rows",
+        *_why_kernel(problem, plan),
+        _why_numerics(plan),
+    ]
     if plan.arch in NEVER_RUN:
         lines.append(f"{plan.arch}: compiled, never run")
     return lines
