@@ -18,34 +18,45 @@ struct TokenFragments {
   uint32_t fragments[kOctets][2][4];
 };
 
-// sum: of each octet, rows g and g + 8, tokens 2 t and 2 t + 1. Exact: every 32-group is summed on its own and scaled in FP32.
-template <Numerics kNumerics, int kOctets>
-__device__ __forceinline__ void multiply_block(float (&sum)[kOctets][4], const WeightFragment& weight, const TokenFragments<kOctets>& tokens) {
-  constexpr float kZero[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+// The product of a 32-group of a block that has not been added to its sum yet: mma.sync takes a while, in which the next group can be
+// dequantized. Exact: summed on its own, to be scaled in FP32.
+template <int kOctets>
+struct PendingGroup {
+  float part[kOctets][4];  // of each octet, rows g and g + 8, tokens 2 t and 2 t + 1
+  float scale[2];
+
+  __device__ __forceinline__ void multiply(const WeightFragment& weight, int group, const TokenFragments<kOctets>& tokens) {
+    constexpr float kZero[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    uint32_t a[2][4];
+#pragma unroll
+    for (int step = 0; step < 2; ++step) decode_integers(a[step], weight.words[2 * group + step]);
+#pragma unroll
+    for (int octet = 0; octet < kOctets; ++octet) mma_m16n8k16(part[octet], a[0], tokens.fragments[octet][group], kZero);
+#pragma unroll
+    for (int octet = 0; octet < kOctets; ++octet) mma_m16n8k16(part[octet], a[1], tokens.fragments[octet][group] + 2, part[octet]);
+    scale[0] = weight.scale(0, group), scale[1] = weight.scale(1, group);
+  }
+  __device__ __forceinline__ void add_to(float (&sum)[kOctets][4]) const {
+#pragma unroll
+    for (int octet = 0; octet < kOctets; ++octet)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) sum[octet][c] = fmaf(scale[c / 2], part[octet][c], sum[octet][c]);
+  }
+};
+
+// sum: of each octet. BF16: weights are rounded, sums need no second accumulator.
+template <int kOctets>
+__device__ __forceinline__ void multiply_rounded(float (&sum)[kOctets][4], const WeightFragment& weight, const TokenFragments<kOctets>& tokens) {
 #pragma unroll
   for (int group = 0; group < 2; ++group) {
     uint32_t a[2][4];
-    if constexpr (kNumerics == Numerics::kExact) {
+    const ScaledGroup low_row(weight, 0, group), high_row(weight, 1, group);
 #pragma unroll
-      for (int step = 0; step < 2; ++step) decode_integers(a[step], weight.words[2 * group + step]);
-    } else {
-      const ScaledGroup low_row(weight, 0, group), high_row(weight, 1, group);
-#pragma unroll
-      for (int step = 0; step < 2; ++step) decode_scaled(a[step], weight.words[2 * group + step], low_row, high_row);
-    }
+    for (int step = 0; step < 2; ++step) decode_scaled(a[step], weight.words[2 * group + step], low_row, high_row);
 #pragma unroll
     for (int octet = 0; octet < kOctets; ++octet) {
-      const uint32_t* b = tokens.fragments[octet][group];
-      if constexpr (kNumerics == Numerics::kExact) {
-        float part[4];
-        mma_m16n8k16(part, a[0], b, kZero);
-        mma_m16n8k16(part, a[1], b + 2, part);
-#pragma unroll
-        for (int c = 0; c < 4; ++c) sum[octet][c] = fmaf(weight.scale(c / 2, group), part[c], sum[octet][c]);
-      } else {
-        mma_m16n8k16(sum[octet], a[0], b, sum[octet]);
-        mma_m16n8k16(sum[octet], a[1], b + 2, sum[octet]);
-      }
+      mma_m16n8k16(sum[octet], a[0], tokens.fragments[octet][group], sum[octet]);
+      mma_m16n8k16(sum[octet], a[1], tokens.fragments[octet][group] + 2, sum[octet]);
     }
   }
 }

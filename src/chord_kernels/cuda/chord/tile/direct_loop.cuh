@@ -76,7 +76,11 @@ __device__ __forceinline__ void direct_accumulate(float (&sum)[1][4], const Dire
     load_matrices(fragments.fragments[0][1], tokens + half);
     __syncwarp();  // the slot is in registers and may be filled anew
     weights.fetch(step + Config::kDepth, slot);
-    multiply_block<Config::kNumerics>(sum, weight, fragments);
+    PendingGroup<1> pending[2];
+    pending[0].multiply(weight, 0, fragments);
+    pending[1].multiply(weight, 1, fragments);
+    pending[0].add_to(sum);
+    pending[1].add_to(sum);
     tokens += step_bytes;
     slot = slot + 1 == Config::kDepth ? 0 : slot + 1;
   }

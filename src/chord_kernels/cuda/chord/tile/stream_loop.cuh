@@ -46,6 +46,7 @@ __device__ __forceinline__ void stream_accumulate(StreamSums<kUnits, kOctets>& s
         const uint32_t weights = ring.weights(at.stage) + offset + (self.part + step) * sizeof(WeightTile);
         TokenFragments<kOctets> tokens;
         load_tokens(tokens, ring, at.stage, self.part + step, self.lane);
+        PendingGroup<kOctets> pending[2];
 #pragma unroll
         for (int unit = 0; unit < kUnits; ++unit) {
           WeightFragment weight;
@@ -54,8 +55,16 @@ __device__ __forceinline__ void stream_accumulate(StreamSums<kUnits, kOctets>& s
             __syncwarp();
             ring.release(at.stage, self.lane);
           }
-          multiply_block<Config::kNumerics>(sum[unit], weight, tokens);
+          if constexpr (Config::kNumerics == Numerics::kExact) {
+            pending[0].multiply(weight, 0, tokens);
+            if (unit > 0) pending[1].add_to(sum[unit - 1]);
+            pending[1].multiply(weight, 1, tokens);
+            pending[0].add_to(sum[unit]);
+          } else {
+            multiply_rounded(sum[unit], weight, tokens);
+          }
         }
+        if constexpr (Config::kNumerics == Numerics::kExact) pending[1].add_to(sum[kUnits - 1]);
       } else if (own == kOwn - 1) {
         __syncwarp();
         ring.release(at.stage, self.lane);
