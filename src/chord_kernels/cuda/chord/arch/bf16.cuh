@@ -24,6 +24,9 @@ __device__ __forceinline__ uint32_t round_bf16x2(float low, float high) {
   return result;
 }
 
+// A power of two in both halves.
+__device__ __forceinline__ uint32_t bf16_pair_of_power(float power) { return (__float_as_uint(power) >> 16) * 0x10001u; }
+
 __device__ __forceinline__ float low_bf16(uint32_t pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high_bf16(uint32_t pair) { return __uint_as_float(pair & 0xFFFF0000u); }
 

@@ -4,6 +4,7 @@
 #include "chord/arch/bf16.cuh"
 #include "chord/arch/mma.cuh"
 #include "chord/schedule/rows.cuh"
+#include "chord/tile/dequantize.cuh"
 
 namespace chord {
 
@@ -40,25 +41,27 @@ struct OutputMap<Epilogue::kSwiglu> {
   __device__ static int column(int tile, int c, int) { return tile * 32 + c; }
 };
 
-// One token octet of a fragment, as the BF16 pairs that stmatrix takes.
-template <Epilogue kEpilogue>
+// One token octet of a fragment in its units, as the BF16 pairs that stmatrix takes. Where nothing but rounding is left to do, the
+// units, which are powers of two, follow it: half the multiplications, and the same bits above 2^-97.
+template <class Config>
 __device__ __forceinline__ void octet_values(uint32_t* values, const float* sum) {
-  if constexpr (kEpilogue == Epilogue::kSwiglu) {
-    values[0] = round_bf16x2(silu(sum[0]) * sum[2], silu(sum[1]) * sum[3]);
+  constexpr float kLow = weight_units<Config>(0), kHigh = weight_units<Config>(1);
+  if constexpr (Config::kEpilogue == Epilogue::kSwiglu) {
+    values[0] = round_bf16x2(silu(sum[0] * kLow) * (sum[2] * kHigh), silu(sum[1] * kLow) * (sum[3] * kHigh));
   } else {
-    static_assert(kEpilogue == Epilogue::kStore || kEpilogue == Epilogue::kStorePaired);
-    values[0] = round_bf16x2(sum[0], sum[1]);
-    values[1] = round_bf16x2(sum[2], sum[3]);
+    static_assert(Config::kEpilogue == Epilogue::kStore || Config::kEpilogue == Epilogue::kStorePaired);
+    values[0] = multiply_bf16x2(round_bf16x2(sum[0], sum[1]), bf16_pair_of_power(kLow));
+    values[1] = multiply_bf16x2(round_bf16x2(sum[2], sum[3]), bf16_pair_of_power(kHigh));
   }
 }
 
 // Eight tokens of a 16-row block, straight to memory: of weight tile `tile` (of all), the block `block`. destination: the output
 // row of token lane / 4; -1: none. A token's line is written in pieces of 16 bytes, which few tokens can afford.
-template <Epilogue kEpilogue>
+template <class Config>
 __device__ __forceinline__ void store_octet(const float* sum, int tile, int block, int32_t destination, const Operands& operands, int lane) {
-  using Map = OutputMap<kEpilogue>;
+  using Map = OutputMap<Config::kEpilogue>;
   uint32_t values[Map::kHalves];
-  octet_values<kEpilogue>(values, sum);
+  octet_values<Config>(values, sum);
   const int64_t row = destination * (int64_t{operands.row_tiles} * Map::kOutputs);
 #pragma unroll
   for (int half = 0; half < Map::kHalves; ++half) {

@@ -48,7 +48,7 @@ __device__ __forceinline__ void store_staged(const float (&sum)[Config::kBlockRo
     if (octet * 8 < tile.rows) {
       uint32_t values[kMatrices];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) octet_values<Config::kEpilogue>(values + i * Map::kHalves, sum + (octet + i) * 4);
+      for (int i = 0; i < 2; ++i) octet_values<Config>(values + i * Map::kHalves, sum + (octet + i) * 4);
       store_matrices_transposed(lane_address + octet * 8 * kPitch, values);
     }
   }
@@ -71,7 +71,7 @@ __device__ __forceinline__ void store_tile(const float (&sum)[Config::kBlockRows
 #pragma unroll
     for (int octet = 0; octet < Config::kBlockRows / 8; ++octet)
       if (octet * 8 < tile.rows)
-        store_octet<Config::kEpilogue>(sum + octet * 4, row_tile, self.warp, to.rows[octet], operands, self.lane);
+        store_octet<Config>(sum + octet * 4, row_tile, self.warp, to.rows[octet], operands, self.lane);
   } else {
     store_staged<Config>(sum, row_tile, tile, to.rows, storage, operands, self);
   }

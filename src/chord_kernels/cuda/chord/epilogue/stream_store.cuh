@@ -76,10 +76,7 @@ __device__ __forceinline__ void stream_store(StreamSums<kUnits, kOctets>& sum, i
     if (finisher<Config>(unit) != self.part) continue;
 #pragma unroll
     for (int octet = 0; octet < kOctets; ++octet) {
-      float(&total)[4] = sum[unit][octet];
-#pragma unroll
-      for (int c = 0; c < 4; ++c) total[c] *= block_units<Config>(c / 2);
-      store_octet<Config::kEpilogue>(total, first_tile + first / kTileBlocks, first % kTileBlocks + unit, destinations[octet], operands, self.lane);
+      store_octet<Config>(sum[unit][octet], first_tile + first / kTileBlocks, first % kTileBlocks + unit, destinations[octet], operands, self.lane);
     }
   }
 }

@@ -85,9 +85,7 @@ __device__ __forceinline__ void direct_kernel(const Operands& operands, const Ro
       if (busy && self.part == 0) {
         const int token = self.lane / 4;
         const int to = token < now ? rows.destination(block.first_slot + first + token, block.expert) : -1;
-#pragma unroll
-        for (int c = 0; c < 4; ++c) sum[0][c] *= block_units<Config>(c / 2);
-        store_octet<Config::kEpilogue>(sum[0], weight_block / 4, weight_block % 4, to, operands, self.lane);
+        store_octet<Config>(sum[0], weight_block / 4, weight_block % 4, to, operands, self.lane);
       }
       __syncthreads();
     }

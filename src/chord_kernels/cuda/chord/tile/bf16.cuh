@@ -42,10 +42,6 @@ __device__ __forceinline__ void accumulate_bf16(Accumulators<Config>& sum, const
   }
   wgmma_wait<0>();
   ring.release(previous, self.lane);
-#pragma unroll
-  for (int m = 0; m < kTiles; ++m)
-#pragma unroll
-    for (int i = 0; i < kWidth / 2; ++i) sum[m][i] *= kScaledUnits[i >> 1 & 1];
 }
 
 // The narrowest compiled width that covers `rows`: padding rows of a block then cost no tensor time. More than four widths

@@ -6,12 +6,6 @@
 
 namespace chord {
 
-// What a sum has to be multiplied by: rows g, rows g + 8.
-template <class Config>
-__device__ __forceinline__ constexpr float block_units(int row_half) {
-  return Config::kNumerics == Numerics::kExact ? kIntegerUnits[row_half] : kScaledUnits[row_half];
-}
-
 // A k-tile of tokens as B operands: of each octet and 32-group, the registers of its two k-steps.
 template <int kOctets>
 struct TokenFragments {

@@ -62,4 +62,10 @@ __device__ __forceinline__ void decode_scaled(uint32_t (&a)[4], uint32_t word, c
   for (int j = 0; j < 4; ++j) a[j] = j & 1 ? fma_bf16x2(a[j], high_row.factor, high_row.offset) : fma_bf16x2(a[j], low_row.factor, low_row.offset);
 }
 
+// What a sum of products with dequantized weights has to be multiplied by: rows g, rows g + 8.
+template <class Config>
+__device__ __forceinline__ constexpr float weight_units(int row_half) {
+  return Config::kNumerics == Numerics::kExact ? kIntegerUnits[row_half] : kScaledUnits[row_half];
+}
+
 }  // namespace chord

@@ -50,8 +50,6 @@ __device__ __forceinline__ void accumulate_exact(float (&sum)[Config::kBlockRows
     add_up(kStageGroups - 1);
     at.advance();
   }
-#pragma unroll
-  for (int i = 0; i < kWidth / 2; ++i) sum[i] *= kIntegerUnits[i >> 1 & 1];
 }
 
 // The narrowest compiled width that covers `rows`: padding rows of a block then cost no time.
