@@ -45,10 +45,10 @@ class TilePlan:
     row_tiles: int
     consumer_groups: int
     k_tiles: int
-    ctas: int  # an SM
     stages: int
     depth: int  # k-steps of A in flight (bf16 numerics); more than this and ptxas serialises the wgmma
 
+    ctas: ClassVar[int] = 1  # an SM
     header: ClassVar[str] = "chord/kernel/tile_sm90.cuh"
     function: ClassVar[str] = "tile_kernel"
 
@@ -107,7 +107,7 @@ class TilePlan:
     def name(self) -> str:
         return (
             f"tile_{self.contract}_{self.epilogue}_{self.numerics}_r{self.block_rows}_p{self.panel_tiles * TILE_ROWS}"
-            f"_k{self.k_tiles * TILE_K}_c{self.ctas}_s{self.stages}_d{self.depth}_{self.arch}"
+            f"_k{self.k_tiles * TILE_K}_s{self.stages}_d{self.depth}_{self.arch}"
         )
 
     def constants(self) -> dict[str, int]:
@@ -159,7 +159,7 @@ class StreamPlan:
     block_rows: int
     split: int  # parts of K, which share every stage
     teams: int  # that take turns with pieces of one stage
-    ctas: int  # an SM; two leave room for the next kernel's first weights while this one ends
+    ctas: int  # an SM; the ends of some hide behind the others
     stages: int
 
     header: ClassVar[str] = "chord/kernel/stream.cuh"

@@ -211,7 +211,6 @@ def _tile_plan(problem: Problem, epilogue: str, block: int, numerics: str, pins:
             row_tiles=row_tiles,
             consumer_groups=groups,
             k_tiles=1,
-            ctas=1,
             stages=pins.get("stages", 2),
             depth=2 if block == 128 else 3,
         )

@@ -87,6 +87,21 @@ struct RunSchedule {
   }
 };
 
+// copy(block, piece) for every piece; the routing of the next one is fetched while one is copied.
+template <class Schedule, class Rows, class Copy>
+__device__ __forceinline__ void for_each_piece(Schedule& schedule, Rows& rows, const Copy& copy) {
+  Piece piece;
+  bool more = schedule.next(piece);
+  if (more) rows.fetch(piece.block);
+  while (more) {
+    const auto block = rows.locate(piece.block);
+    const Piece current = piece;
+    more = schedule.next(piece);
+    if (more) rows.fetch(piece.block);
+    copy(block, current);
+  }
+}
+
 template <class Config, bool kRuns>
 struct StreamScheduleOf {
   using Type = NarrowSchedule<Config>;

@@ -112,18 +112,8 @@ __device__ __forceinline__ void produce(Storage<Config>& storage, const Operands
     slot.advance();
   };
 
-  // Where pieces can be short (and registers allow it), the next one's routing is fetched while this one is copied.
-  if constexpr (kSmallBlocks<Config> && Config::kNumerics == Numerics::kExact) {
-    Piece piece;
-    bool more = schedule.next(piece);
-    if (more) rows.fetch(piece.block);
-    while (more) {
-      const Block block = rows.locate(piece.block);
-      const Piece current = piece;
-      more = schedule.next(piece);
-      if (more) rows.fetch(piece.block);
-      copy(block, current);
-    }
+  if constexpr (kSmallBlocks<Config> && Config::kNumerics == Numerics::kExact) {  // pieces can be short, and registers allow it
+    for_each_piece(schedule, rows, copy);
   } else {
     for (Piece piece; schedule.next(piece);) {
       rows.fetch(piece.block);

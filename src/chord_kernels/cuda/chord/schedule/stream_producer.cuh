@@ -100,17 +100,7 @@ __device__ __forceinline__ void stream_produce(StreamStorage<Config>& storage, c
   Rows<Config>& rows = producer.rows;
   if (!operands.weights_first) producer.dependency.meet();
   StreamSchedule<Config> schedule(rows.start(), operands.row_tiles);
-  // The routing of the next piece is fetched while this one is copied.
-  Piece piece;
-  bool more = schedule.next(piece);
-  if (more) rows.fetch(piece.block);
-  while (more) {
-    const Block block = rows.locate(piece.block);
-    const Piece current = piece;
-    more = schedule.next(piece);
-    if (more) rows.fetch(piece.block);
-    producer.copy(block, current);
-  }
+  for_each_piece(schedule, rows, [&](const Block& block, const Piece& piece) { producer.copy(block, piece); });
   producer.finish();
 }
 
