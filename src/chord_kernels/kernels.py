@@ -150,48 +150,30 @@ class TilePlan:
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """A stream kernel (kernel/stream.cuh): mma.sync; teams of four warps for every part of K, or that take turns with pieces."""
+    """A stream kernel (kernel/stream.cuh): mma.sync; four warps for every part of K, or one for every 16-row block of a short K."""
 
     arch: str
     contract: str
     epilogue: str  # store | store_paired | swiglu
     numerics: str
     block_rows: int
-    split: int  # parts of K, which share every stage
-    teams: int  # that take turns with pieces of one stage
-    ctas: int  # an SM; the ends of some hide behind the others
+    split: int  # parts of K, which share every stage; 1: all of K is one stage
     stages: int
 
+    ctas: ClassVar[int] = 1  # an SM
     header: ClassVar[str] = "chord/kernel/stream.cuh"
     function: ClassVar[str] = "stream_kernel"
     k_tiles: ClassVar[int] = 4  # as stream_storage.cuh has it
-
-    @property
-    def panel_tiles(self) -> int:
-        """Narrow where a piece is one stage: each team has two, one to compute and one on its way."""
-        return 4 if self.split > 1 else 2
+    panel_tiles: ClassVar[int] = 4
 
     @property
     def warps(self) -> int:
         """Consumers."""
-        return 4 * self.split * self.teams
+        return 4 * self.split if self.split > 1 else 4 * self.panel_tiles
 
     @property
     def threads(self) -> int:
-        return 32 * self.warps + 128  # registers move between warpgroups only, so the producer warp has three idle ones beside it
-
-    @property
-    def consumer_registers(self) -> int:
-        groups = self.warps // 4
-        return min((self._registers_at_launch * (groups + 1) - self.producer_registers) // groups // 8 * 8, 232)
-
-    @property
-    def producer_registers(self) -> int:
-        return 64 if self.ctas == 1 else 40
-
-    @property
-    def _registers_at_launch(self) -> int:
-        return 65536 // self.ctas // self.threads // 8 * 8
+        return 32 * (self.warps + 2)  # and two producer warps
 
     @property
     def stage_bytes(self) -> int:
@@ -201,7 +183,7 @@ class StreamPlan:
     def smem_bytes(self) -> int:
         """sizeof(StreamStorage<Config>), which the kernel asserts."""
         partials = 4 * 4 * (self.split - 1) * self.block_rows // 8 * 32 * 16
-        return _align(self.stages * self.stage_bytes + partials + self.stages * (8 + 8 + 12 + 4 * self.block_rows), 128)
+        return _align(self.stages * self.stage_bytes + partials + self.stages * (8 + 8 + 8 + 20 + 4 * self.block_rows), 128)
 
     @property
     def piece_rows(self) -> int:
@@ -210,8 +192,7 @@ class StreamPlan:
 
     @property
     def name(self) -> str:
-        parts = f"k{self.split}_t{self.teams}_c{self.ctas}_s{self.stages}"
-        return f"stream_{self.contract}_{self.epilogue}_{self.numerics}_r{self.block_rows}_{parts}_{self.arch}"
+        return f"stream_{self.contract}_{self.epilogue}_{self.numerics}_r{self.block_rows}_k{self.split}_s{self.stages}_{self.arch}"
 
     def constants(self) -> dict[str, int]:
         """The integers of its Config struct."""
@@ -219,12 +200,10 @@ class StreamPlan:
             "kBlockRows": self.block_rows,
             "kPanelTiles": self.panel_tiles,
             "kSplit": self.split,
-            "kTeams": self.teams,
+            "kWarps": self.warps,
             "kCtas": self.ctas,
             "kStages": self.stages,
             "kThreads": self.threads,
-            "kProducerRegisters": self.producer_registers,
-            "kConsumerRegisters": self.consumer_registers,
             "kSmemBytes": self.smem_bytes,
         }
 
@@ -236,81 +215,11 @@ class StreamPlan:
         """Why the kernel could not be built with these fields; None where it can."""
         if self.block_rows not in STREAM_BLOCK_ROWS:
             return f"a block of {self.block_rows} token rows; the stream kernel has {', '.join(map(str, STREAM_BLOCK_ROWS))}"
-        if self.split > 1 and self.teams > 1:
-            return f"{self.split} parts of K and {self.teams} teams; either share stages or take turns"
-        if self.stages < 2 or self.stages % self.teams:
-            return f"{self.stages} stages; a ring needs 2, and the same number for each of {self.teams} teams"
+        if self.stages < 2:
+            return f"{self.stages} stages; a ring needs 2"
         if self.smem_bytes > (limit := smem_limit(self.ctas)):
             return f"{self.smem_bytes} bytes of shared memory; a CTA has {limit}"
         return None
 
 
-@dataclass(frozen=True)
-class DirectPlan:
-    """A direct kernel (kernel/direct.cuh): mma.sync, every warp a 16-row block of weights straight from memory, for few tokens."""
-
-    arch: str
-    contract: str
-    epilogue: str  # store | store_paired | swiglu
-    k_tiles: int  # of all of K
-    rows_at_once: int  # token rows in shared memory
-    parts: int  # of K, a warp each
-    blocks: int  # 16-row blocks of a CTA
-    depth: int  # k-tiles of weights on their way to a warp
-    ctas: int  # an SM
-
-    numerics: ClassVar[str] = "exact"
-    block_rows: ClassVar[int] = 8
-    stages: ClassVar[int] = 0
-    header: ClassVar[str] = "chord/kernel/direct.cuh"
-    function: ClassVar[str] = "direct_kernel"
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.parts * self.blocks
-
-    @property
-    def smem_bytes(self) -> int:
-        """sizeof(DirectStorage<Config>), which the kernel asserts."""
-        partials = self.blocks * (self.parts - 1) * 32 * 16
-        weights = self.blocks * self.parts * self.depth * TILE_BYTES // 4
-        return partials + weights + self.rows_at_once * (self.k_tiles * TOKEN_BYTES + 16) + 16
-
-    @property
-    def piece_rows(self) -> int:
-        """Weight rows of the narrowest piece of work."""
-        return 16 * self.blocks
-
-    @property
-    def name(self) -> str:
-        shape = f"k{self.k_tiles * TILE_K}_m{self.rows_at_once}_w{self.blocks}x{self.parts}_d{self.depth}_c{self.ctas}"
-        return f"direct_{self.contract}_{self.epilogue}_{self.numerics}_r{self.block_rows}_{shape}_{self.arch}"
-
-    def constants(self) -> dict[str, int]:
-        """The integers of its Config struct."""
-        return {
-            "kBlockRows": self.block_rows,
-            "kKTiles": self.k_tiles,
-            "kRowsAtOnce": self.rows_at_once,
-            "kParts": self.parts,
-            "kBlocks": self.blocks,
-            "kDepth": self.depth,
-            "kCtas": self.ctas,
-            "kThreads": self.threads,
-            "kSmemBytes": self.smem_bytes,
-        }
-
-    def describe(self) -> dict[str, object]:
-        derived = ("numerics", "block_rows", "threads", "smem_bytes")
-        return {"name": self.name, **asdict(self), **{field: getattr(self, field) for field in derived}}
-
-    def why_illegal(self) -> str | None:
-        """Why the kernel could not be built with these fields; None where it can."""
-        if self.threads * self.ctas > 2048 or self.threads > 1024:
-            return f"{self.ctas} CTAs of {self.threads} threads; an SM has 2048, a CTA 1024"
-        if self.smem_bytes > (limit := smem_limit(self.ctas)):
-            return f"{self.smem_bytes} bytes of shared memory; a CTA has {limit}"
-        return None
-
-
-Plan = TilePlan | StreamPlan | DirectPlan
+Plan = TilePlan | StreamPlan

@@ -19,7 +19,6 @@ from .kernels import (
     STREAM_BLOCK_ROWS,
     TILE_K,
     TILE_ROWS,
-    DirectPlan,
     Plan,
     StreamPlan,
     TilePlan,
@@ -32,6 +31,7 @@ NUMERICS = ("bf16", "exact")
 TILE_ARCHITECTURES = ("sm_90a",)  # with wgmma: the tile kernels beside the stream kernels
 ARCHITECTURES = (*TILE_ARCHITECTURES, "sm_100a", "sm_103a")
 EXACT_ROWS_PER_EXPERT = 16.0  # up to which blocks of 32 rows are as fast with exact numerics
+FEW_TILES_OF_SM = {8: 2, 16: 1}  # by token rows a block: up to which the stream kernel is faster
 NEVER_RUN = ("sm_100a", "sm_103a")  # compiled, never run: no such card was at hand
 
 INT32_MAX = 2**31 - 1
@@ -135,8 +135,6 @@ def make_plan(problem: Problem, pins: Mapping[str, int | str] | None = None) -> 
     numerics = problem.numerics if problem.numerics != "auto" else numerics_for(block, problem.rows_per_expert)
     epilogue = "store_paired" if problem.epilogue == "store" and problem.paired else problem.epilogue
     plan: Plan
-    if _direct(block, numerics, pins.get("kernel")):
-        return _direct_plan(problem, epilogue)
     if _streams(problem, block, numerics, pins.get("kernel")):
         plan = _stream_plan(problem, epilogue, block, numerics, pins)
     else:
@@ -152,41 +150,23 @@ def _streams(problem: Problem, block: int, numerics: str, kernel: str | None) ->
         return True
     if block not in STREAM_BLOCK_ROWS or kernel == "tile":
         return False
-    return kernel == "stream" or (numerics == "exact" and (_one_stage(problem) or _few_tiles(problem)))
+    return kernel == "stream" or (numerics == "exact" and (_one_stage(problem.k) or _few_tiles(problem, block)))
 
 
-def _direct(block: int, numerics: str, kernel: str | None) -> bool:
-    return kernel == "direct" and numerics == "exact" and block == DirectPlan.block_rows
-
-
-def _direct_plan(problem: Problem, epilogue: str) -> DirectPlan:
-    k_tiles = problem.k // TILE_K
-    parts, blocks, ctas = (8, 1, 3) if k_tiles > 8 else (1, 8, 4)
-    depth = min(-(-k_tiles // parts), 7)
-    rows = next(rows for rows in (1, 2, 4, 8) if rows >= min(problem.source_rows or 8, 8))
-    plan = DirectPlan(problem.arch, problem.contract, epilogue, k_tiles, rows, parts, blocks, depth, ctas)
-    while plan.why_illegal() is not None and plan.rows_at_once > 1:
-        plan = replace(plan, rows_at_once=plan.rows_at_once // 2)
-    return _legal(plan)
-
-
-def _one_stage(problem: Problem) -> bool:
+def _one_stage(k: int) -> bool:
     """All of K is one stage: a piece is over before its parts would pay."""
-    return problem.k <= StreamPlan.k_tiles * TILE_K
+    return k <= StreamPlan.k_tiles * TILE_K
 
 
-def _few_tiles(problem: Problem) -> bool:
-    """An SM has at most one weight tile, which leaves three of four warpgroups of a tile kernel idle."""
-    return min(problem.experts, problem.rows) * (problem.n // TILE_ROWS) <= problem.sm_count
+def _few_tiles(problem: Problem, block: int) -> bool:
+    """An SM has so few weight tiles that half the warpgroups of a tile kernel, or more, would be idle."""
+    return min(problem.experts, problem.rows) * (problem.n // TILE_ROWS) <= FEW_TILES_OF_SM[block] * problem.sm_count
 
 
 def _stream_plan(problem: Problem, epilogue: str, block: int, numerics: str, pins: Mapping[str, int | str]) -> StreamPlan:
-    # Parts of K: as many warps as their sums leave registers for. Turns: small CTAs, so that the ends of some hide behind others.
-    if _one_stage(problem):
-        split, (teams, ctas) = 1, {8: (2, 3), 16: (1, 3)}[block]
-    else:
-        split, teams, ctas = {8: 4, 16: 2}[block], 1, 1
-    return _legal(StreamPlan(problem.arch, problem.contract, epilogue, numerics, block, split, teams, ctas, stages=pins.get("stages", 2)))
+    # Parts of K: as many warps as their sums leave registers for.
+    split = 1 if _one_stage(problem.k) else {8: 4, 16: 2}[block]
+    return _legal(StreamPlan(problem.arch, problem.contract, epilogue, numerics, block, split, stages=pins.get("stages", 2)))
 
 
 def _legal(plan: Plan) -> Plan:
@@ -240,11 +220,6 @@ def explain(problem: Problem, plan: Plan) -> list[str]:
 
 
 def _why_kernel(problem: Problem, plan: Plan) -> list[str]:
-    if isinstance(plan, DirectPlan):
-        return [
-            f"direct kernel: mma.sync, {plan.blocks} 16-row blocks of weights a CTA, each by {plan.parts} warps that share K",
-            f"{plan.ctas} CTAs an SM, {plan.smem_bytes} of {smem_limit(plan.ctas)} bytes of shared memory",
-        ]
     memory = f"{plan.stages} stages of {plan.k_tiles * TILE_K} k = {plan.smem_bytes} of {smem_limit(plan.ctas)} bytes of shared memory"
     panels = f"{tiles(problem, plan)} panels at most on {problem.sm_count} SMs; those that do not fill a last round are cut narrower"
     if isinstance(plan, TilePlan):
@@ -255,10 +230,11 @@ def _why_kernel(problem: Problem, plan: Plan) -> list[str]:
             memory,
         ]
     if plan.split == 1:
-        kernel = f"stream kernel: mma.sync; K = {problem.k} is one stage, so teams of four warps take turns with pieces"
-        panels = f"{plan.ctas} CTAs an SM, each with a run of weight tiles, level to one tile"
-    elif _few_tiles(problem):
-        kernel = f"stream kernel: mma.sync; an SM has at most one 64-row weight tile, whose K {plan.warps} warps share"
+        kernel = f"stream kernel: mma.sync; K = {problem.k} is one stage, and each of {plan.warps} warps has a 16-row block of a piece"
+        panels = "each SM has a run of weight tiles, level to one tile"
+    elif _few_tiles(problem, plan.block_rows):
+        most = FEW_TILES_OF_SM[plan.block_rows]
+        kernel = f"stream kernel: mma.sync; an SM has at most {most} 64-row weight tiles, whose K {plan.warps} warps share"
     else:
         kernel = f"stream kernel: mma.sync, panels of {plan.panel_tiles * TILE_ROWS} weight rows by {plan.warps} warps that share K"
     return [kernel, panels, memory]

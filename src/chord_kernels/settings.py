@@ -5,7 +5,7 @@
 CHORD_CACHE_DIR                        where compiled kernels are kept (default: the user's cache folder)
 CHORD_W4A16_BM, _BN, _BK, _STAGES      pin a schedule for experiments: token rows a block, weight rows a
                                        panel, k a stage, stages of the ring
-CHORD_W4A16_KERNEL                     tile, stream or direct: the kernel, where it computes a problem
+CHORD_W4A16_KERNEL                     tile or stream: the kernel, where it computes a problem
 =====================================  =================================================================
 """
 
@@ -23,7 +23,7 @@ from .errors import FormatError
 PINS = {"BM": "block_rows", "BN": "panel_rows", "BK": "stage_k", "STAGES": "stages"}
 
 
-KERNELS = ("tile", "stream", "direct")
+KERNELS = ("tile", "stream")
 
 
 def schedule_pins() -> dict[str, int | str]:

@@ -62,15 +62,15 @@ def test_every_legal_problem_has_a_legal_plan(contract: str, experts: int) -> No
             plan = make_plan(asked)
             assert plan.why_illegal() is None
             assert plan.smem_bytes <= smem_limit(plan.ctas)
-            groups = plan.threads // 128 - 1
-            owned = 65536 // plan.ctas // plan.threads // 8 * 8 * plan.threads
-            assert 128 * (plan.consumer_registers * groups + plan.producer_registers) <= owned
             if isinstance(plan, TilePlan):
+                groups = plan.threads // 128 - 1
+                owned = 65536 // plan.ctas // plan.threads // 8 * 8 * plan.threads
+                assert 128 * (plan.consumer_registers * groups + plan.producer_registers) <= owned
                 assert k // 64 % plan.k_tiles == 0
                 assert plan.block_rows % plan.width_step == 0
             else:
                 assert plan.block_rows <= 16
-                assert k <= 256 or min(experts, rows) * n // 64 <= sm_count
+                assert k <= 256 or min(experts, rows) * n // 64 <= 2 * sm_count
             if numerics != "auto":
                 assert plan.numerics == numerics
 
@@ -147,8 +147,9 @@ def test_the_stream_kernel_has_what_the_tile_kernel_would_waste() -> None:
         ({"k": 256}, True),  # a piece is over before four warpgroups are under way
         ({"k": 256, "numerics": "bf16"}, False),
         ({"k": 256, "rows": 48 * 30}, False),
-        ({"experts": 384, "n": 512, "rows": 16}, True),  # a tile an SM
-        ({"experts": 384, "n": 512, "rows": 24}, False),
+        ({"experts": 384, "n": 512, "rows": 32}, True),  # two tiles an SM
+        ({"experts": 384, "n": 512, "rows": 40}, False),
+        ({"experts": 384, "n": 512, "rows": 32, "block_rows": 16}, False),
     ):
         asked = problem(**changes)
         plan = make_plan(asked)
@@ -169,8 +170,6 @@ def test_blackwell_has_the_stream_kernel_for_every_shape(arch: str) -> None:
         assert isinstance(plan, StreamPlan)
         assert plan.why_illegal() is None
         assert plan.smem_bytes <= smem_limit(plan.ctas)
-        owned = 65536 // plan.ctas // plan.threads // 8 * 8 * plan.threads
-        assert 128 * plan.producer_registers + 32 * plan.warps * plan.consumer_registers <= owned
         assert "compiled, never run" in " ".join(explain(asked, plan))
     built = {plan.name for plan in shipped(arch)}
     assert {make_plan(problem(arch=arch, contract=c)).name for c in ("indexed", "contiguous", "masked")} <= built

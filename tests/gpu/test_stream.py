@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of mma.sync, also where the plan would choose another: the one that Blackwell has must be right on Hopper first."""
+"""The stream kernel, also where the plan would choose another: the one that Blackwell has must be right on Hopper first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from chord_kernels.rows import IndexedRows
 CONTRACTS = ("indexed", "contiguous", "masked")
 
 
-@pytest.fixture(autouse=True, params=[("stream", 8), ("stream", 16), ("direct", 8)], ids=lambda param: f"{param[0]}{param[1]}")
+@pytest.fixture(autouse=True, params=[("stream", 8), ("stream", 16)], ids=lambda param: f"{param[0]}{param[1]}")
 def rows(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> int:
     """Token rows a block."""
     kernel, block_rows = request.param

@@ -20,13 +20,4 @@ __device__ __forceinline__ void copy_async_16(uint32_t destination, const void* 
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(destination), "l"(source) : "memory");
 }
 
-// Closes a group of this thread's cp.async copies.
-__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// Returns when at most kGroups of this thread's groups are on their way.
-template <int kGroups>
-__device__ __forceinline__ void copy_async_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
-}
-
 }  // namespace chord

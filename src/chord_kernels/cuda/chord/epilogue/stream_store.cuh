@@ -23,7 +23,7 @@ __device__ __forceinline__ float total_of(const float (&part)[kParts]) {
 // Leaves in sum the totals of the units that this warp finishes. Named barrier 1 is the consumers' own.
 template <class Config, int kUnits, int kOctets>
 __device__ __forceinline__ void add_up_parts(StreamSums<kUnits, kOctets>& sum, bool busy, StreamStorage<Config>& storage, const StreamThread& self) {
-  constexpr int kThreads = kStreamWarps<Config> * kWarpLanes;
+  constexpr int kThreads = Config::kWarps * kWarpLanes;
   auto& partials = storage.partials[self.position];
   named_barrier_sync(1, kThreads);  // the sums of the piece before have been read
   if (busy) {

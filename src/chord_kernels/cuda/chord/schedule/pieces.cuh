@@ -70,7 +70,6 @@ struct RunSchedule {
   int64_t tile, end;  // the next one of this CTA; behind its last
 
   __device__ __forceinline__ RunSchedule(int blocks, int block_tiles) : row_tiles(block_tiles) {
-    static_assert(Config::kPanelTiles <= 4);
     const int64_t total = int64_t{blocks} * block_tiles;
     tile = total * blockIdx.x / gridDim.x;
     end = total * (blockIdx.x + 1) / gridDim.x;
@@ -80,8 +79,7 @@ struct RunSchedule {
     if (tile >= end) return false;
     piece.block = static_cast<int32_t>(tile / row_tiles);
     piece.first_tile = static_cast<int32_t>(tile - int64_t{piece.block} * row_tiles);
-    const int64_t left = min(end - tile, static_cast<int64_t>(row_tiles - piece.first_tile));
-    piece.tiles = left >= Config::kPanelTiles ? Config::kPanelTiles : left == 3 ? 2 : static_cast<int32_t>(left);
+    piece.tiles = min(min(Config::kPanelTiles, row_tiles - piece.first_tile), static_cast<int32_t>(end - tile));
     tile += piece.tiles;
     return true;
   }

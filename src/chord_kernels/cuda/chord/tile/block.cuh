@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A 16-row block of weights x eight or sixteen tokens by mma.sync: what the stream and the direct kernel do with a k-tile.
+// A 16-row block of weights x eight or sixteen tokens by mma.sync: what the stream kernel does with a k-tile.
 #pragma once
 #include "chord/arch/mma.cuh"
 #include "chord/tile/dequantize.cuh"

@@ -13,12 +13,9 @@ struct RingPosition {
 
   __device__ __forceinline__ explicit RingPosition(uint32_t first_parity) : parity(first_parity) {}
 
-  // kBy: at most the number of stages.
-  template <int kBy = 1>
   __device__ __forceinline__ void advance() {
-    stage += kBy;
-    if (stage >= Config::kStages) {
-      stage -= Config::kStages;
+    if (++stage == Config::kStages) {
+      stage = 0;
       parity ^= 1;
     }
   }
