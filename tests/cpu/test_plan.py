@@ -69,6 +69,7 @@ def test_every_legal_problem_has_a_legal_plan(contract: str, experts: int) -> No
                 assert k // 64 % plan.k_tiles == 0
                 assert plan.block_rows % plan.width_step == 0
             else:
+                assert plan.threads <= 1024
                 assert plan.block_rows <= 16
                 assert k <= 256 or min(experts, rows) * n // 64 <= 2 * sm_count
             if numerics != "auto":
