@@ -23,6 +23,16 @@ __device__ __forceinline__ uint2 load_shared_8(uint32_t address) {
   return value;
 }
 
+__device__ __forceinline__ int32_t load_shared_4(uint32_t address) {
+  int32_t value;
+  asm volatile("ld.shared.s32 %0, [%1];" : "=r"(value) : "r"(address));
+  return value;
+}
+
+__device__ __forceinline__ void store_shared_4(uint32_t address, int32_t value) {
+  asm volatile("st.shared.s32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
 // stmatrix with .trans: a lane's two values are neighbours in a column, so memory rows are the fragment's columns.
 // Lanes 8i..8i+7 give the row addresses of matrix i.
 template <int kMatrices>

@@ -8,32 +8,35 @@
 
 namespace chord {
 
-// Where the rows of a piece go. Small blocks: the rows of this lane's tokens, one an octet, as the producer left them. Large ones
-// look them up.
+// Where the rows of a piece go; made before the piece is computed. Small blocks: as the producer left it. Large ones: the row of the
+// block that has this thread's number, so that its lookup takes no time at the end.
 template <class Config, bool kSmall = kSmallBlocks<Config>>
 struct OutputRows {
-  int32_t rows[Config::kBlockRows / 8];
+  const PieceSlot<Config>& slot;
 
-  __device__ __forceinline__ OutputRows(const Storage<Config>& storage, const Routing&, const PieceSlot<Config>& slot, int lane) {
-#pragma unroll
-    for (int octet = 0; octet < Config::kBlockRows / 8; ++octet) rows[octet] = storage.end.destinations[slot.index][octet * 8 + lane / 4];
-  }
+  __device__ __forceinline__ OutputRows(const TileInfo&, const Routing&, const PieceSlot<Config>& piece_slot, const ConsumerThread&)
+      : slot(piece_slot) {}
 };
 template <class Config>
 struct OutputRows<Config, false> {
-  Rows<Config> rows;
+  static_assert(Config::kBlockRows <= kGroupThreads);
+  int32_t row;
 
-  __device__ __forceinline__ OutputRows(const Storage<Config>&, const Routing& routing, const PieceSlot<Config>&, int) : rows(routing) {}
+  __device__ __forceinline__ OutputRows(const TileInfo& tile, const Routing& routing, const PieceSlot<Config>&, const ConsumerThread& self) {
+    const int i = self.warp * kWarpLanes + self.lane;
+    row = i < tile.rows ? Rows<Config>(routing).destination(tile.first_slot + i, tile.expert) : -1;
+  }
 };
 
 template <class Config>
-__device__ __forceinline__ void store_staged(const float (&sum)[Config::kBlockRows / 2], int row_tile, const TileInfo& tile, const Rows<Config>& rows,
+__device__ __forceinline__ void store_staged(const float (&sum)[Config::kBlockRows / 2], int row_tile, int rows, int destination,
                                              Storage<Config>& storage, const Operands& operands, const ConsumerThread& self) {
   using Map = OutputMap<Config::kEpilogue>;
   static_assert(Config::kStagingBytes == Map::kOutputs * 2);
-  constexpr int kPitch = Config::kStagingBytes + 16;
+  constexpr int kPitch = Config::kStagingBytes + 16;  // a row's destination lies behind it
   constexpr int kMatrices = 2 * Map::kHalves;  // of one stmatrix: two octets
   constexpr int kPieces = Map::kOutputs / 8;   // 16-byte pieces of a token's row
+  constexpr int kRowsAtOnce = kGroupThreads / kPieces, kPasses = Config::kBlockRows / kRowsAtOnce;
   const uint32_t staging = shared_address(storage.end.staging[self.group]);
   const int thread = self.warp * kWarpLanes + self.lane;
   const int64_t row_bytes = int64_t{operands.row_tiles} * Map::kOutputs * 2;
@@ -43,9 +46,10 @@ __device__ __forceinline__ void store_staged(const float (&sum)[Config::kBlockRo
                                 Map::staged(self.warp, matrix % Map::kHalves) * 2;
 
   named_barrier_sync(1 + self.group, kGroupThreads);  // the rows staged before have been read
+  if (thread < Config::kBlockRows) store_shared_4(staging + thread * kPitch + Config::kStagingBytes, destination);
 #pragma unroll
   for (int octet = 0; octet < Config::kBlockRows / 8; octet += 2) {
-    if (octet * 8 < tile.rows) {
+    if (octet * 8 < rows) {
       uint32_t values[kMatrices];
 #pragma unroll
       for (int i = 0; i < 2; ++i) octet_values<Config>(values + i * Map::kHalves, sum + (octet + i) * 4);
@@ -53,13 +57,27 @@ __device__ __forceinline__ void store_staged(const float (&sum)[Config::kBlockRo
     }
   }
   named_barrier_sync(1 + self.group, kGroupThreads);
-#pragma unroll 4
-  for (int i = thread; i < tile.rows * kPieces; i += kGroupThreads) {
-    const int token = i / kPieces, column = i % kPieces * 8;
-    const int to = rows.destination(tile.first_slot + token, tile.expert);
-    if (to >= 0)
-      *reinterpret_cast<uint4*>(operands.outputs + to * row_bytes + Map::column(row_tile, column, operands.row_tiles) * 2) =
-          load_shared_16(staging + token * kPitch + column * 2);
+
+  // A few rows at a time, all loads before the stores: the compiler moves no load across a store.
+  constexpr int kBatch = kPasses < 4 ? kPasses : 4;
+  static_assert(kPasses % kBatch == 0);
+  const int column = thread % kPieces * 8;
+  uint8_t* outputs = operands.outputs + Map::column(row_tile, column, operands.row_tiles) * 2;
+  const uint32_t first = staging + thread / kPieces * kPitch;
+#pragma unroll
+  for (int pass = 0; pass < kPasses; pass += kBatch) {
+    if (pass * kRowsAtOnce >= rows) break;
+    uint4 values[kBatch];
+    int to[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const uint32_t row = first + (pass + i) * kRowsAtOnce * kPitch;
+      to[i] = load_shared_4(row + Config::kStagingBytes);
+      values[i] = load_shared_16(row + column * 2);
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i)
+      if (to[i] >= 0) *reinterpret_cast<uint4*>(outputs + to[i] * row_bytes) = values[i];
   }
 }
 
@@ -71,9 +89,10 @@ __device__ __forceinline__ void store_tile(const float (&sum)[Config::kBlockRows
 #pragma unroll
     for (int octet = 0; octet < Config::kBlockRows / 8; ++octet)
       if (octet * 8 < tile.rows)
-        store_octet<Config>(sum + octet * 4, row_tile, self.warp, to.rows[octet], operands, self.lane);
+        store_octet<Config>(sum + octet * 4, row_tile, self.warp, storage.end.destinations[to.slot.index][octet * 8 + self.lane / 4], operands,
+                            self.lane);
   } else {
-    store_staged<Config>(sum, row_tile, tile, to.rows, storage, operands, self);
+    store_staged<Config>(sum, row_tile, tile.rows, to.row, storage, operands, self);
   }
 }
 

@@ -35,6 +35,7 @@ __device__ __forceinline__ void consume(Storage<Config>& storage, const Operands
     ring.wait_full(at);
     const TileInfo tile = ring.tile(slot);
     if (tile.rows == 0) return;
+    const OutputRows<Config> to(tile, routing, slot, self);
     Accumulators<Config> sum;
     if constexpr (Config::kNumerics == Numerics::kExact) {
       exact_piece<Config>(tile, sum, ring, at, k_stages, self);
@@ -43,7 +44,7 @@ __device__ __forceinline__ void consume(Storage<Config>& storage, const Operands
       bf16_piece<Config>(tile, sum, ring, at, k_stages, self);
     }
     // TileInfo is read anew rather than kept in registers.
-    store_tiles<Config>(sum, ring.tile(slot), {storage, routing, slot, self.lane}, storage, operands, self);
+    store_tiles<Config>(sum, ring.tile(slot), to, storage, operands, self);
   }
 }
 
