@@ -18,6 +18,16 @@ __device__ __forceinline__ uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
   return result;
 }
 
+// One half in both; as an operand of the two above it costs no instruction.
+__device__ __forceinline__ uint32_t both_halves(uint32_t pair, bool high) {
+  uint32_t result;
+  if (high)
+    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {h, h}; }" : "=r"(result) : "r"(pair));
+  else
+    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {l, l}; }" : "=r"(result) : "r"(pair));
+  return result;
+}
+
 __device__ __forceinline__ uint32_t round_bf16x2(float low, float high) {
   uint32_t result;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));

@@ -27,7 +27,7 @@ __device__ __forceinline__ void accumulate_bf16(Accumulators<Config>& sum, const
         const int slot = (k_tile * kSteps + step) % kDepth;
 #pragma unroll
         for (int m = 0; m < kTiles; ++m)
-          decode_scaled(a[slot][m], fragment[m].words[step], {fragment[m], 0, step / 2}, {fragment[m], 1, step / 2});
+          decode_scaled(a[slot][m], fragment[m].words[step], ScaledRows(fragment[m]), step / 2);
         wgmma_fence();
 #pragma unroll
         for (int m = 0; m < kTiles; ++m)

@@ -41,12 +41,12 @@ struct PendingGroup {
 // sum: of each octet. BF16: weights are rounded, sums need no second accumulator.
 template <int kOctets>
 __device__ __forceinline__ void multiply_rounded(float (&sum)[kOctets][4], const WeightFragment& weight, const TokenFragments<kOctets>& tokens) {
+  const ScaledRows rows(weight);
 #pragma unroll
   for (int group = 0; group < 2; ++group) {
     uint32_t a[2][4];
-    const ScaledGroup low_row(weight, 0, group), high_row(weight, 1, group);
 #pragma unroll
-    for (int step = 0; step < 2; ++step) decode_scaled(a[step], weight.words[2 * group + step], low_row, high_row);
+    for (int step = 0; step < 2; ++step) decode_scaled(a[step], weight.words[2 * group + step], rows, group);
 #pragma unroll
     for (int octet = 0; octet < kOctets; ++octet) {
       mma_m16n8k16(sum[octet], a[0], tokens.fragments[octet][group], sum[octet]);

@@ -40,26 +40,33 @@ __device__ __forceinline__ void decode_integers(uint32_t (&a)[4], uint32_t word)
   for (int j = 0; j < 4; ++j) a[j] = fma_bf16x2(a[j], kTwoTo127, j & 1 ? kMinusTwo : kMinusEighth);
 }
 
-// What turns a raw value into (code - 8) * scale / kScaledUnits[row half]: one 32-group of one row, in both halves of a register.
+// What turns a raw value into (code - 8) * scale / kScaledUnits[row half], for one row: halves are the 32-groups of a k-tile.
 constexpr float kScaledUnits[2] = {0x1p29f, 0x1p25f};
 
-struct ScaledGroup {
-  uint32_t factor, offset;
+struct ScaledRow {
+  uint32_t factors, offsets;
 
-  __device__ __forceinline__ ScaledGroup(const WeightFragment& weight, int row_half, int group) {
+  __device__ __forceinline__ ScaledRow(const WeightFragment& weight, int row_half) {
     constexpr uint32_t kTwoTo104 = 0x73807380u, kMinusEight[2] = {0xB280B280u, 0xB480B480u};  // -2^-26, -2^-22: in the units
-    const uint32_t pair = __byte_perm(weight.scales[row_half], 0, group ? 0x3232 : 0x1010);
-    factor = multiply_bf16x2(pair, kTwoTo104);
-    offset = multiply_bf16x2(pair, kMinusEight[row_half]);
+    factors = multiply_bf16x2(weight.scales[row_half], kTwoTo104);
+    offsets = multiply_bf16x2(weight.scales[row_half], kMinusEight[row_half]);
   }
+  __device__ __forceinline__ uint32_t scaled(uint32_t raw, int group) const {
+    return fma_bf16x2(raw, both_halves(factors, group), both_halves(offsets, group));
+  }
+};
+
+struct ScaledRows {
+  ScaledRow low, high;
+  __device__ __forceinline__ explicit ScaledRows(const WeightFragment& weight) : low(weight, 0), high(weight, 1) {}
 };
 
 // RN_bf16((code - 8) * scale) / kScaledUnits[row half]: a fused multiply-add rounds once, and powers of two change no digit as
 // long as 2^-97 <= scale < 2^23 (formats.py refuses larger ones; smaller ones lose bits). Register j belongs to row half j & 1.
-__device__ __forceinline__ void decode_scaled(uint32_t (&a)[4], uint32_t word, const ScaledGroup& low_row, const ScaledGroup& high_row) {
+__device__ __forceinline__ void decode_scaled(uint32_t (&a)[4], uint32_t word, const ScaledRows& rows, int group) {
   decode_raw(a, word);
 #pragma unroll
-  for (int j = 0; j < 4; ++j) a[j] = j & 1 ? fma_bf16x2(a[j], high_row.factor, high_row.offset) : fma_bf16x2(a[j], low_row.factor, low_row.offset);
+  for (int j = 0; j < 4; ++j) a[j] = j & 1 ? rows.high.scaled(a[j], group) : rows.low.scaled(a[j], group);
 }
 
 // What a sum of products with dequantized weights has to be multiplied by: rows g, rows g + 8.
