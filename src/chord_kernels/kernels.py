@@ -21,7 +21,7 @@ EXACT_BLOCK_ROWS = 32  # beyond, the second set of accumulators does not fit the
 SMALL_BLOCK_ROWS = 16  # up to here outputs go straight to memory
 STREAM_BLOCK_ROWS = (8, 16)  # mma.sync takes twice as long for twice the tokens, wgmma hardly longer
 MAX_STAGES = 8
-LEAST_PRODUCER_REGISTERS = 40
+LEAST_PRODUCER_REGISTERS = 56
 
 
 def smem_limit(ctas: int) -> int:
@@ -49,6 +49,7 @@ class TilePlan:
     depth: int  # k-steps of A in flight (bf16 numerics); more than this and ptxas serialises the wgmma
 
     ctas: ClassVar[int] = 1  # an SM
+    draws: ClassVar[bool] = True  # its CTAs draw their work from a counter
     header: ClassVar[str] = "chord/kernel/tile_sm90.cuh"
     function: ClassVar[str] = "tile_kernel"
 
@@ -95,7 +96,7 @@ class TilePlan:
             end = (self.stages + 1) * self.block_rows * 4
         else:
             end = self.consumer_groups * self.block_rows * (self.staging_bytes + 16)
-        bookkeeping = (self.stages + 1) * 16 + self.stages * (8 + 8)
+        bookkeeping = (self.stages + 1) * 16 + 40 + self.stages * (8 + 8)
         return _align(self.stages * self.stage_bytes + _align(end, 16) + bookkeeping, 1024)
 
     @property
@@ -106,7 +107,7 @@ class TilePlan:
     @property
     def name(self) -> str:
         return (
-            f"tile_{self.contract}_{self.epilogue}_{self.numerics}_r{self.block_rows}_p{self.panel_tiles * TILE_ROWS}"
+            f"tile_{self.contract}_{self.epilogue}_{self.numerics}_r{self.block_rows}_g{self.consumer_groups}x{self.row_tiles}"
             f"_k{self.k_tiles * TILE_K}_s{self.stages}_d{self.depth}_{self.arch}"
         )
 
@@ -161,6 +162,7 @@ class StreamPlan:
     stages: int
 
     ctas: ClassVar[int] = 1  # an SM
+    draws: ClassVar[bool] = False
     header: ClassVar[str] = "chord/kernel/stream.cuh"
     function: ClassVar[str] = "stream_kernel"
     k_tiles: ClassVar[int] = 4  # as stream_storage.cuh has it

@@ -45,8 +45,8 @@ def indexed(
     x: BF16 [M, K]. routing: see `IndexedRows`. out: BF16 [M * top_k, N], or [M * top_k, N/2] with epilogue "swiglu"
     (silu(gate) * up in FP32, one rounding; needs a weight packed with gate_up=True). Only rows named by sorted_ids are
     written. dequant: "exact" (no weight is rounded), "bf16" (weight = RN_bf16((code - 8) * scale)) or "auto": exact in
-    blocks of up to 16 rows, and in blocks of 32 where experts have at most 16 rows on average; else bf16. validate checks the
-    routing's values, with a synchronisation.
+    blocks of up to 16 rows, and in blocks of 32 where experts have at most 16 rows on average; else bf16. Where K is at most 256,
+    exact overflows with activations of 2^63 and more. validate checks the routing's values, with a synchronisation.
     dependent_launch: programmatic dependent launch. True: the kernel may be scheduled while the one before it on the stream
     ends, and waits for it before its first read; "weights_first": the one before it writes no routing, so routing is read and
     weights are copied before that wait. Raises FormatError, UnsupportedError, CompileError.
@@ -225,10 +225,12 @@ def _launch(
         return
     index = x.device.index
     with torch.cuda.device(index):
-        kernel = load(plan, index, capturing=torch.cuda.is_current_stream_capturing)
-        addresses = (x.data_ptr(), weight.data_ptr(), out.data_ptr(), *(0 if t is None else t.data_ptr() for t in routing))
+        capturing = torch.cuda.is_current_stream_capturing
+        kernel, stream = load(plan, index, capturing=capturing), torch.cuda.current_stream(index).cuda_stream
+        counter = kernel.counter(stream, capturing)
+        addresses = (x.data_ptr(), weight.data_ptr(), out.data_ptr(), counter, *(0 if t is None else t.data_ptr() for t in routing))
         scalars = (problem.n // 64, problem.k // 64, int(dependence == _DEPENDENCE["weights_first"]), limit, blocks, top_k, problem.experts)
-        kernel.launch(torch.cuda.current_stream(index).cuda_stream, grid, addresses + scalars, dependent=dependence != 0)
+        kernel.launch(stream, grid, addresses + scalars, dependent=dependence != 0)
 
 
 def _indexed_cuda(

@@ -31,6 +31,7 @@ NUMERICS = ("bf16", "exact")
 TILE_ARCHITECTURES = ("sm_90a",)  # with wgmma: the tile kernels beside the stream kernels
 ARCHITECTURES = (*TILE_ARCHITECTURES, "sm_100a", "sm_103a")
 EXACT_ROWS_PER_EXPERT = 16.0  # up to which blocks of 32 rows are as fast with exact numerics
+SHORT_K = 256  # up to which storing a piece takes about as long as computing it
 FEW_TILES_OF_SM = {8: 2, 16: 1}  # by token rows a block: up to which the stream kernel is faster
 NEVER_RUN = ("sm_100a", "sm_103a")  # compiled, never run: no such card was at hand
 
@@ -176,8 +177,10 @@ def _legal(plan: Plan) -> Plan:
 
 
 def _tile_plan(problem: Problem, epilogue: str, block: int, numerics: str, pins: Mapping[str, int | str]) -> TilePlan:
-    # Many warps with little state hide the latency of dequantization, as long as a block's sums fit the registers.
-    groups, row_tiles = (4, 1) if block <= EXACT_BLOCK_ROWS else (2, 2)
+    # Many warps with little state hide the latency of dequantization, and two tiles a warpgroup halve what goes with every wgmma. Large
+    # blocks take the latter, unless their pieces are so short that others must multiply while one stores.
+    most_rows = 64 if problem.k <= SHORT_K else EXACT_BLOCK_ROWS
+    groups, row_tiles = (4, 1) if block <= most_rows else (2, 2)
     if "panel_rows" in pins:
         row_tiles = max(1, pins["panel_rows"] // (groups * TILE_ROWS))
     most_k_tiles = max(pins["stage_k"] // TILE_K, 1) if "stage_k" in pins else _most_k_tiles(block, numerics)
@@ -223,10 +226,13 @@ def _why_kernel(problem: Problem, plan: Plan) -> list[str]:
     memory = f"{plan.stages} stages of {plan.k_tiles * TILE_K} k = {plan.smem_bytes} of {smem_limit(plan.ctas)} bytes of shared memory"
     panels = f"{tiles(problem, plan)} panels at most on {problem.sm_count} SMs; those that do not fill a last round are cut narrower"
     if isinstance(plan, TilePlan):
+        groups = f"{plan.consumer_groups} consumer warpgroups"
+        if plan.row_tiles == 1 and plan.block_rows > EXACT_BLOCK_ROWS:
+            groups += ", some of which multiply while others store"
         return [
-            f"tile kernel: wgmma, panels of {plan.panel_tiles * TILE_ROWS} weight rows by {plan.consumer_groups} consumer warpgroups",
+            f"tile kernel: wgmma, panels of {plan.panel_tiles * TILE_ROWS} weight rows by {groups}",
             f"the tensor cores run at the next multiple of {plan.width_step} of a block's valid rows",
-            panels,
+            f"{panels}; SMs draw them from a counter, so that they end together",
             memory,
         ]
     if plan.split == 1:

@@ -19,7 +19,7 @@ PYTHON_LAYERS = (
     ("errors", "settings", "files", "progress"),
     ("formats", "kernels"),
     ("plan",),
-    ("weights", "rows", "jit.source"),
+    ("weights", "rows", "jit.source", "jit.counters"),
     ("checkpoint", "reference", "jit.compiler"),
     ("jit.launch",),
     ("ops",),

@@ -11,6 +11,7 @@ from chord_kernels.errors import UnsupportedError
 from chord_kernels.kernels import BLOCK_ROWS, StreamPlan, TilePlan, smem_limit
 from chord_kernels.plan import (
     ARCHITECTURES,
+    CONTRACTS,
     NEVER_RUN,
     SHIPPED_SHAPES,
     Problem,
@@ -90,8 +91,21 @@ def test_warm_up_covers_every_batch() -> None:
 
 
 def test_names_are_unique() -> None:
-    plans = shipped("sm_90a")
-    assert len({plan.name for plan in plans}) == len(set(plans)) == len(plans)
+    plans = {
+        make_plan(problem(contract=contract, block_rows=block, n=512, k=k, rows=rows))
+        for contract in CONTRACTS
+        for block in BLOCK_ROWS
+        for k in (128, 192, 256, 512, 2048, 7168)
+        for rows in (1, 48 * 8, 48 * 200)
+    }
+    assert len({plan.name for plan in plans}) == len(plans)
+
+
+def test_short_pieces_of_large_blocks_are_shared_out_among_more_warpgroups() -> None:
+    """While one stores, others multiply. 128 rows do not leave the registers for it."""
+    for block, k, groups in ((32, 7168, 4), (64, 7168, 2), (64, 512, 2), (64, 256, 4), (128, 256, 2)):
+        plan = make_plan(problem(block_rows=block, k=k, rows=48 * block))
+        assert (plan.consumer_groups, plan.panel_tiles) == (groups, 4)
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,58 @@ def test_capture_and_replay(contract: str) -> None:
     assert torch.equal(out, expected)
 
 
+def _drawn_case(seed: int):
+    """A product of far more strips than there are SMs, whose CTAs draw most of their work; as a call that fills `out` anew."""
+    weight = random_weight(16, 4096, 512, device="cuda", seed=seed)
+    x = torch.randn((16 * 24, 512), device="cuda").to(torch.bfloat16)
+    routing = chord.align_indexed(random_ids(16 * 24, 16, 1, device="cuda", seed=seed), 16, 32)
+    out = torch.empty((16 * 24, 4096), dtype=torch.bfloat16, device="cuda")
+
+    def call() -> torch.Tensor:
+        out.fill_(float("nan"))
+        return chord.indexed(x, weight, routing, out=out)
+
+    return call
+
+
+def test_launches_on_several_streams_draw_apart() -> None:
+    cases = [_drawn_case(seed) for seed in range(3)]
+    expected = [call().clone() for call in cases]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in cases]
+    for _ in range(20):
+        for call, stream in zip(cases, streams, strict=True):
+            with torch.cuda.stream(stream):
+                call()
+    torch.cuda.synchronize()
+    for call, stream, right in zip(cases, streams, expected, strict=True):
+        with torch.cuda.stream(stream):
+            assert torch.equal(call(), right)
+
+
+def test_graphs_of_one_stream_draw_apart_on_others() -> None:
+    """Captured on the same stream, replayed side by side, and beside a call outside any graph."""
+    cases = [_drawn_case(seed) for seed in range(3)]
+    expected = [call().clone() for call in cases]
+    graphs = []
+    for call in cases[:2]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = call()
+            call()
+        graphs.append((graph, out, torch.cuda.Stream()))
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for graph, _, stream in graphs:
+            with torch.cuda.stream(stream):
+                graph.replay()
+        last = cases[2]()
+    torch.cuda.synchronize()
+    assert torch.equal(last, expected[2])
+    for (_, out, _), right in zip(graphs, expected, strict=False):
+        assert torch.equal(out, right)
+
+
 @pytest.mark.parametrize("dependence", [True, "weights_first"])
 @pytest.mark.parametrize("kernel", ["tile", "stream"])
 @pytest.mark.parametrize("block_rows", [8, 64])

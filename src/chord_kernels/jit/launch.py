@@ -11,6 +11,7 @@ from typing import Any
 from ..errors import CompileError, UnsupportedError
 from ..kernels import Plan
 from .compiler import cubin
+from .counters import Counters
 from .source import ARGUMENTS, ENTRY
 
 _TYPES = tuple(c_type for _, _, c_type in ARGUMENTS)
@@ -33,7 +34,12 @@ class LoadedKernel:
         (error,) = driver.cuKernelSetAttribute(attribute, plan.smem_bytes, int(self._kernel.handle), device)
         if int(error) != 0:
             raise UnsupportedError(f"{plan.name} needs {plan.smem_bytes} bytes of shared memory, which device {device} refuses: {error}")
+        self._counters = Counters() if plan.draws else None
         self._configs: dict[tuple[int, bool], Any] = {}
+
+    def counter(self, stream: int, capturing: Callable[[], bool]) -> int:
+        """Address of the counter that a launch on this stream draws work from; 0 where the kernel draws none."""
+        return 0 if self._counters is None else self._counters.of(stream, capturing=capturing())
 
     def launch(self, stream: int, grid: int, arguments: tuple[int, ...], *, dependent: bool) -> None:
         """dependent: programmatic dependent launch; the kernel waits for the one before it by itself."""

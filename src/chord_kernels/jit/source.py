@@ -18,6 +18,7 @@ ARGUMENTS = (
     ("activations", "const chord::uint8_t* __restrict__", int),
     ("weights", "const chord::uint8_t* __restrict__", int),
     ("outputs", "chord::uint8_t* __restrict__", int),
+    ("counter", "chord::int32_t* __restrict__", int),
     ("routing_rows", "const chord::int32_t* __restrict__", int),
     ("routing_experts", "const chord::int32_t* __restrict__", int),
     ("routing_counts", "const chord::int32_t* __restrict__", int),
@@ -50,7 +51,7 @@ struct Config {{
 }};
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kCtas) {ENTRY}({parameters}) {{
-  chord::{plan.function}<Config>({{activations, weights, outputs, row_tiles, k_tiles, weights_first}},
+  chord::{plan.function}<Config>({{activations, weights, outputs, counter, row_tiles, k_tiles, weights_first}},
                              {{routing_rows, routing_experts, routing_counts, limit, max_blocks, top_k, num_experts}});
 }}
 """

@@ -14,8 +14,7 @@ template <class Config, bool kSmall = kSmallBlocks<Config>>
 struct OutputRows {
   const PieceSlot<Config>& slot;
 
-  __device__ __forceinline__ OutputRows(const TileInfo&, const Routing&, const PieceSlot<Config>& piece_slot, const ConsumerThread&)
-      : slot(piece_slot) {}
+  __device__ __forceinline__ OutputRows(const TileInfo&, const Routing&, const PieceSlot<Config>& s, const ConsumerThread&) : slot(s) {}
 };
 template <class Config>
 struct OutputRows<Config, false> {
@@ -28,14 +27,15 @@ struct OutputRows<Config, false> {
   }
 };
 
+// destination: the output row of the token row that has this thread's number.
 template <class Config>
-__device__ __forceinline__ void store_staged(const float (&sum)[Config::kBlockRows / 2], int row_tile, int rows, int destination,
+__device__ __forceinline__ void store_staged(const float (&sum)[Config::kBlockRows / 2], int row_tile, int rows, int32_t destination,
                                              Storage<Config>& storage, const Operands& operands, const ConsumerThread& self) {
   using Map = OutputMap<Config::kEpilogue>;
   static_assert(Config::kStagingBytes == Map::kOutputs * 2);
   constexpr int kPitch = Config::kStagingBytes + 16;  // a row's destination lies behind it
-  constexpr int kMatrices = 2 * Map::kHalves;  // of one stmatrix: two octets
-  constexpr int kPieces = Map::kOutputs / 8;   // 16-byte pieces of a token's row
+  constexpr int kMatrices = 2 * Map::kHalves;         // of one stmatrix: two octets
+  constexpr int kPieces = Map::kOutputs / 8;          // 16-byte pieces of a token's row
   constexpr int kRowsAtOnce = kGroupThreads / kPieces, kPasses = Config::kBlockRows / kRowsAtOnce;
   const uint32_t staging = shared_address(storage.end.staging[self.group]);
   const int thread = self.warp * kWarpLanes + self.lane;
@@ -68,7 +68,7 @@ __device__ __forceinline__ void store_staged(const float (&sum)[Config::kBlockRo
   for (int pass = 0; pass < kPasses; pass += kBatch) {
     if (pass * kRowsAtOnce >= rows) break;
     uint4 values[kBatch];
-    int to[kBatch];
+    int32_t to[kBatch];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       const uint32_t row = first + (pass + i) * kRowsAtOnce * kPitch;
@@ -83,28 +83,30 @@ __device__ __forceinline__ void store_staged(const float (&sum)[Config::kBlockRo
 
 // sum: of weight tile row_tile, for the piece's rows.
 template <class Config>
-__device__ __forceinline__ void store_tile(const float (&sum)[Config::kBlockRows / 2], int row_tile, const TileInfo& tile, const OutputRows<Config>& to,
+__device__ __forceinline__ void store_tile(const float (&sum)[Config::kBlockRows / 2], int row_tile, int rows, const OutputRows<Config>& to,
                                            Storage<Config>& storage, const Operands& operands, const ConsumerThread& self) {
   if constexpr (kSmallBlocks<Config>) {
+    const auto& destinations = storage.end.destinations[to.slot.index];
 #pragma unroll
     for (int octet = 0; octet < Config::kBlockRows / 8; ++octet)
-      if (octet * 8 < tile.rows)
-        store_octet<Config>(sum + octet * 4, row_tile, self.warp, storage.end.destinations[to.slot.index][octet * 8 + self.lane / 4], operands,
-                            self.lane);
+      if (octet * 8 < rows) store_octet<Config>(sum + octet * 4, row_tile, self.warp, destinations[octet * 8 + self.lane / 4], operands, self.lane);
   } else {
-    store_staged<Config>(sum, row_tile, tile.rows, to.row, storage, operands, self);
+    store_staged<Config>(sum, row_tile, rows, to.row, storage, operands, self);
   }
 }
 
-// Of bf16 pieces: tile m of a warpgroup, as bf16.cuh deals them out.
+// A warpgroup's tiles of a piece. TileInfo is read anew for each rather than kept in registers.
 template <class Config>
-__device__ __forceinline__ void store_tiles(const Accumulators<Config>& sum, const TileInfo& tile, const OutputRows<Config>& to,
-                                            Storage<Config>& storage, const Operands& operands, const ConsumerThread& self) {
+__device__ __forceinline__ void store_tiles(const Accumulators<Config>& sum, const Ring<Config>& ring, const PieceSlot<Config>& slot,
+                                            const OutputRows<Config>& to, Storage<Config>& storage, const Operands& operands,
+                                            const ConsumerThread& self) {
 #pragma unroll
   for (int m = 0; m < Config::kRowTiles; ++m) {
-    const int index = m * Config::kConsumerGroups + self.group;
-    if (index >= tile.tiles) break;  // computed from what the stage held before, and not wanted
-    store_tile<Config>(sum[m], tile.first_tile + index, tile, to, storage, operands, self);
+    const TileInfo tile = ring.tile(slot);
+    const int index = first_tile_of_group<Config>(tile.tiles, self.group) + m;
+    // What lies beyond was computed from what the stage held before, and is not wanted.
+    if (m >= tiles_of_group<Config>(tile.tiles) || index >= tile.tiles) break;
+    store_tile<Config>(sum[m], tile.first_tile + index, tile.rows, to, storage, operands, self);
   }
 }
 

@@ -57,7 +57,7 @@ __device__ __forceinline__ void stream_rows(int rows, StreamStorage<Config>& sto
 // As many 16-row blocks a warp as the weight tiles of the piece need.
 template <class Config>
 __device__ __forceinline__ void stream_tiles(int rows, int tiles, StreamStorage<Config>& storage, const StreamRing<Config>& ring,
-                                                 RingPosition<Config>& at, const Operands& operands, const StreamThread& self) {
+                                             RingPosition<Config>& at, const Operands& operands, const StreamThread& self) {
   if (tiles == 1)
     stream_rows<Config, 1>(rows, storage, ring, at, operands, self);
   else if (tiles == 2)
@@ -66,7 +66,7 @@ __device__ __forceinline__ void stream_tiles(int rows, int tiles, StreamStorage<
     stream_rows<Config, 4>(rows, storage, ring, at, operands, self);
 }
 
-// Block `block` of tile `tile` of such a piece.
+// The 16-row block `block` of tile `tile` of a piece whose K is one stage.
 template <class Config, int kOctets>
 __device__ __forceinline__ void short_piece(const StageTokens<Config>& kept, const StreamRing<Config>& ring, uint32_t stage, int tile, int block,
                                             const Operands& operands, int lane) {

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // The tile kernel for sm_90a: out[row, n] = sum over k of x[row, k] * weight[expert(row), n, k].
 //
-// A persistent CTA computes pieces of the output (schedule/pieces.cuh); a piece is one block of token rows x up to
-// kPanelTiles * 64 weight rows. Three or more warpgroups:
+// A persistent CTA draws strips of the output (schedule/draws.cuh) and computes them in pieces; a piece is one block of token rows x
+// up to kPanelTiles * 64 weight rows. Three or more warpgroups:
 //
 //   warpgroup        | for every stage of kKTiles * 64 k                    | once a piece
 //   consumers 0..C-1 | wait full; dequantize A; wgmma; release              | width from TileInfo; store outputs
-//   producer C       | wait empty; bulk copies of weights; gather of tokens | locate its block; write TileInfo
+//   producer C       | wait empty; bulk copies of weights; gather of tokens | write TileInfo; once a strip: draw the next, locate its block
 //
 //   barrier        | count   | arrivals of one phase                                    | waited for by
 //   full[s]        | 128 + 1 | every producer thread when its cp.async have landed;     | consumers, before
@@ -14,6 +14,7 @@
 //   empty[s]       | 4 * C   | lane 0 of every consumer warp, when no wgmma of it reads | producers, before
 //                  |         | stage s any more                                         | writing stage s
 //   bar.sync 1 + g | 128     | warpgroup g around its staging rows (large blocks)       | itself
+//   bar.sync 1 + C | 128     | the producer around the strip that thread 0 has drawn    | itself
 //
 // Only the producer knows the schedule. The last stage it fills says rows = 0, and the consumers leave.
 #pragma once
@@ -43,8 +44,7 @@ __device__ __forceinline__ void consume(Storage<Config>& storage, const Operands
       static_assert(Config::kNumerics == Numerics::kBf16);
       bf16_piece<Config>(tile, sum, ring, at, k_stages, self);
     }
-    // TileInfo is read anew rather than kept in registers.
-    store_tiles<Config>(sum, ring.tile(slot), to, storage, operands, self);
+    store_tiles<Config>(sum, ring, slot, to, storage, operands, self);
   }
 }
 

@@ -1,64 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which output a CTA computes, and in which order.
+// Which output a CTA computes, and in which order, where it follows from the CTA's number alone.
 #pragma once
-#include "chord/tile/storage.cuh"
+#include "chord/tile/strips.cuh"
 
 namespace chord {
 
-// Weight tiles [first_tile, first_tile + tiles) of one block of token rows.
-struct Piece {
-  int32_t block;
-  int32_t first_tile;
-  int32_t tiles;
-};
-
-// A piece spans all of K: a row's sum has the same order in whatever batch it is.
-
-// Whole panels are dealt out in rounds over the CTAs: the panels of a block run side by side and share its tokens in L2, and an
-// expert's blocks its weights. What does not fill a last round is cut anew, into the narrowest pieces that still give every CTA
-// at most one: fewer weight tiles take less time, if not in proportion.
+// Strips as wide as a panel, dealt out in rounds.
 template <class Config>
-struct NarrowSchedule {
-  int32_t panels;     // of a block
-  int32_t row_tiles;  // of a block
-  int32_t panel;      // the next one of this CTA
-  int32_t whole;      // panels that are dealt out whole
-  int32_t width;      // of this CTA's piece of the rest; 0: none
+struct RoundSchedule {
+  Strips strips;
+  int32_t number;  // of this CTA's next
 
-  __device__ __forceinline__ NarrowSchedule(int blocks, int block_tiles)
-      : panels(pieces(block_tiles, Config::kPanelTiles)), row_tiles(block_tiles), panel(blockIdx.x), width(0) {
-    const int workers = gridDim.x, total = blocks * panels;
-    whole = total - total % workers;
-    if (whole == total) return;
-    // From the widest down; a panel's width fits by construction.
-#pragma unroll
-    for (int w = Config::kPanelTiles; w >= 1; --w) {
-      const int count = pieces(row_tiles - rest_first(), w) + (blocks - whole / panels - 1) * pieces(row_tiles, w);
-      if (count <= workers) width = static_cast<int>(blockIdx.x) < count ? w : 0;
-    }
-  }
-
-  __device__ __forceinline__ static int pieces(int tiles, int w) { return (tiles + w - 1) / w; }
-
-  // The rest begins with this tile of its first block.
-  __device__ __forceinline__ int rest_first() const { return whole % panels * Config::kPanelTiles; }
+  __device__ __forceinline__ RoundSchedule(int blocks, int block_tiles)
+      : strips(blocks, block_tiles, Config::kPanelTiles, Config::kPanelTiles), number(blockIdx.x) {}
 
   __device__ __forceinline__ bool next(Piece& piece) {
-    int w = Config::kPanelTiles;
-    if (panel < whole) {
-      piece.block = panel / panels;
-      piece.first_tile = panel % panels * w;
-      panel += gridDim.x;
-    } else {
-      if (width == 0) return false;
-      w = width;
-      width = 0;
-      const int later = static_cast<int>(blockIdx.x) - pieces(row_tiles - rest_first(), w), per_block = pieces(row_tiles, w);
-      piece.block = whole / panels + (later < 0 ? 0 : 1 + later / per_block);
-      piece.first_tile = later < 0 ? rest_first() + blockIdx.x * w : later % per_block * w;
-    }
-    piece.tiles = min(w, row_tiles - piece.first_tile);
-    return true;
+    piece = strips.at(number);
+    number += gridDim.x;
+    return piece.tiles > 0;
   }
 };
 
@@ -102,7 +61,7 @@ __device__ __forceinline__ void for_each_piece(Schedule& schedule, Rows& rows, c
 
 template <class Config, bool kRuns>
 struct StreamScheduleOf {
-  using Type = NarrowSchedule<Config>;
+  using Type = RoundSchedule<Config>;
 };
 template <class Config>
 struct StreamScheduleOf<Config, true> {

@@ -1,13 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// The producer warpgroup: walks the output tiles and fills the ring. Weight tiles come as bulk copies, one 64-row panel
+// The producer warpgroup: walks the strips that it draws and fills the ring. Weight tiles come as bulk copies, one 64-row panel
 // tile each; token rows are gathered by cp.async, 16 bytes a thread, straight into wgmma's 128-byte swizzle.
 #pragma once
 #include "chord/arch/copy.cuh"
-#include "chord/schedule/pieces.cuh"
+#include "chord/schedule/draws.cuh"
 #include "chord/schedule/rows.cuh"
 #include "chord/tile/ring.cuh"
 
 namespace chord {
+
+// A CTA draws at least so many stages at a time: a draw takes about a microsecond.
+constexpr int kStripStages = 8;
 
 // Which 16-byte pieces of a stage one producer thread copies: chunk `chunk` of rows row, row + 16, ... (or, in blocks of
 // 8 rows, of one row in every second k-tile).
@@ -43,6 +46,9 @@ struct Gather {
     }
   }
 
+  // Back to the rows' beginning.
+  __device__ __forceinline__ void rewind(const Operands& operands) { base -= operands.k_tiles * kTokenBytes; }
+
   // Copies this thread's pieces of the next stage and moves on along K.
   __device__ __forceinline__ void copy(uint32_t stage, int thread) {
 #pragma unroll
@@ -71,53 +77,57 @@ __device__ __forceinline__ void produce(Storage<Config>& storage, const Operands
   const int k_stages = operands.k_tiles / Config::kKTiles;
   const uint32_t tile_row_bytes = operands.k_tiles * sizeof(WeightTile);
   constexpr uint32_t kCopyBytes = Config::kKTiles * sizeof(WeightTile);
+  const int strip_panels = (kStripStages + k_stages - 1) / k_stages;
 
   Dependency dependency;
   if (!operands.weights_first) dependency.meet();
-  NarrowSchedule<Config> schedule(rows.start(), operands.row_tiles);
-  const auto copy = [&](const Block& block, const Piece& piece) {
-    if (block.rows == 0) return;
-    const int64_t row = int64_t{block.expert} * operands.row_tiles + piece.first_tile + thread;
-    const uint8_t* weights = operands.weights + row * tile_row_bytes;
-    for (int k_stage = 0; k_stage < k_stages; ++k_stage) {
-      ring.wait_empty(at);
-      const uint32_t full = ring.full_barrier(at.stage);
-      if constexpr (kSmallBlocks<Config>) {
-        if (k_stage == 0 && thread < kWarpLanes) {
-          if (thread < Config::kBlockRows)
-            storage.end.destinations[slot.index][thread] =
-                thread < block.rows ? rows.destination(block.first_slot + thread, block.expert) : -1;
-          __syncwarp();  // thread 0 arrives for them all
-        }
-      }
-      if (thread < piece.tiles) {
-        if (thread == 0) {
-          if (k_stage == 0)
-            storage.tiles[slot.index] = {block.first_slot, block.expert, piece.first_tile, static_cast<uint32_t>(block.rows),
-                                         static_cast<uint32_t>(piece.tiles)};
-          barrier_arrive_expect(full, piece.tiles * kCopyBytes);
-        }
-        copy_bulk(ring.weights(at.stage) + thread * kCopyBytes, weights, kCopyBytes, full);
-        weights += kCopyBytes;
-      }
-      if (k_stage == 0) {  // only now: the weights are on their way while the rows' ids are read
-        dependency.meet();
-        gather.aim(rows, block, operands, thread);
-      }
-      gather.copy(ring.stage(at.stage), thread);
-      // No proxy fence after cp.async: it would stall the ring, and completion through the barrier is enough for wgmma.
-      barrier_arrive_after_copies(full);
-      at.advance();
+  DrawnSchedule<Config> schedule(rows.start(), operands.row_tiles, strip_panels * Config::kPanelTiles, storage, operands.counter, thread);
+  for (Piece strip; (strip = schedule.next(thread)).tiles > 0;) {
+    rows.fetch(strip.block);
+    const Block block = rows.locate(strip.block);
+    if (block.rows == 0) {
+      schedule.draw(dependency, thread);
+      continue;
     }
-    slot.advance();
-  };
-
-  if constexpr (kSmallBlocks<Config> && Config::kNumerics == Numerics::kExact) {  // pieces can be short, and registers allow it
-    for_each_piece(schedule, rows, copy);
-  } else {
-    for (Piece piece; schedule.next(piece);) {
-      rows.fetch(piece.block);
-      copy(rows.locate(piece.block), piece);
+    for (int tile = 0; tile < strip.tiles; tile += Config::kPanelTiles) {
+      const int first_tile = strip.first_tile + tile, tiles = min(Config::kPanelTiles, strip.tiles - tile);
+      const uint8_t* weights = operands.weights + (int64_t{block.expert} * operands.row_tiles + first_tile + thread) * tile_row_bytes;
+      for (int k_stage = 0; k_stage < k_stages; ++k_stage) {
+        if (k_stage == k_stages - 1 && tile + Config::kPanelTiles >= strip.tiles) schedule.draw(dependency, thread);
+        ring.wait_empty(at);
+        const uint32_t full = ring.full_barrier(at.stage);
+        if constexpr (kSmallBlocks<Config>) {
+          if (k_stage == 0 && thread < kWarpLanes) {
+            if (thread < Config::kBlockRows)
+              storage.end.destinations[slot.index][thread] =
+                  thread < block.rows ? rows.destination(block.first_slot + thread, block.expert) : -1;
+            __syncwarp();  // thread 0 arrives for them all
+          }
+        }
+        if (thread < tiles) {
+          if (thread == 0) {
+            if (k_stage == 0)
+              storage.tiles[slot.index] = {block.first_slot, block.expert, first_tile, static_cast<uint32_t>(block.rows),
+                                           static_cast<uint32_t>(tiles)};
+            barrier_arrive_expect(full, tiles * kCopyBytes);
+          }
+          copy_bulk(ring.weights(at.stage) + thread * kCopyBytes, weights, kCopyBytes, full);
+          weights += kCopyBytes;
+        }
+        if (k_stage == 0) {
+          if (tile == 0) {  // only now: the weights are on their way while the rows' ids are read
+            dependency.meet();
+            gather.aim(rows, block, operands, thread);
+          } else {
+            gather.rewind(operands);
+          }
+        }
+        gather.copy(ring.stage(at.stage), thread);
+        // No proxy fence after cp.async: it would stall the ring, and completion through the barrier is enough for wgmma.
+        barrier_arrive_after_copies(full);
+        at.advance();
+      }
+      slot.advance();
     }
   }
 

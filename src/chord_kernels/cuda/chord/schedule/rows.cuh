@@ -15,6 +15,7 @@ struct Operands {
   const uint8_t* activations;  // [rows, K] BF16
   const uint8_t* weights;      // [E, N/64, K/64] WeightTile
   uint8_t* outputs;            // [rows, N or N/2] BF16
+  int32_t* counter;            // 0 before and after every launch; no other launch uses it meanwhile
   int32_t row_tiles;           // N / 64
   int32_t k_tiles;             // K / 64
   int32_t weights_first;       // the kernel before this one writes no routing: weights may stream in before it is done
@@ -165,6 +166,7 @@ struct MaskedRows {
 
   __device__ __forceinline__ int start() {
     int blocks = 0;
+#pragma unroll 1  // or it takes registers that producers do not have
     for (int expert = 0; expert < routing.num_experts; expert += kWarpLanes) {
       load(expert);
       blocks += __shfl_sync(kFullMask, blocks_up_to, kWarpLanes - 1);

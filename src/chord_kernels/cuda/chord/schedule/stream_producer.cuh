@@ -154,8 +154,7 @@ __device__ __forceinline__ void stream_weights(StreamStorage<Config>& storage, c
 template <class Config>
 __device__ __forceinline__ void stream_tokens(StreamStorage<Config>& storage, const Operands& operands, const Routing& routing, int lane) {
   TokensWarp<Config> warp(storage, lane);
-  grid_dependency_wait();
-  grid_launch_dependents();
+  Dependency().meet();
   while (const StreamInfo<Config>* info = warp.next())
     warp.supply(*info, operands, Config::kContract == Contract::kIndexed ? routing.top_k : 1);
 }

@@ -11,23 +11,33 @@ template <class Config, int kWidth, int kTiles>
 __device__ __forceinline__ void accumulate_bf16(Accumulators<Config>& sum, const Ring<Config>& ring, RingPosition<Config>& at,
                                                 int k_stages, const ConsumerThread& self) {
   constexpr int kDepth = Config::kDepth, kSteps = 4;
+  // The next k-tile is loaded before the last k-step of this one is dequantized. Not in blocks of 128 rows, whose tensor time hides the
+  // loads, and which have few k-tiles a stage.
+  constexpr bool kAhead = Config::kBlockRows < 128;
   static_assert(kDepth >= 2 && kDepth <= kSteps);
   uint32_t a[kDepth][kTiles][4];
   uint32_t previous = 0;
   for (int k_stage = 0; k_stage < k_stages; ++k_stage) {
     ring.wait_full(at);
     const uint32_t tokens = stage_operand(ring, at.stage), weights = ring.weights(at.stage);
+    WeightFragment fragment[2][kTiles];
+    const auto load = [&](int k_tile) {
+#pragma unroll
+      for (int m = 0; m < kTiles; ++m)
+        fragment[k_tile % 2][m].load(weight_block<Config>(weights, self.group * kTiles + m, k_tile, self), self.lane);
+    };
 #pragma unroll
     for (int k_tile = 0; k_tile < Config::kKTiles; ++k_tile) {
-      WeightFragment fragment[kTiles];
-#pragma unroll
-      for (int m = 0; m < kTiles; ++m) fragment[m].load(weight_block<Config>(weights, m * Config::kConsumerGroups + self.group, k_tile, self), self.lane);
+      if (!kAhead || k_tile == 0) load(k_tile);
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
+        if (kAhead && step == kSteps - 1 && k_tile + 1 < Config::kKTiles) load(k_tile + 1);
         const int slot = (k_tile * kSteps + step) % kDepth;
 #pragma unroll
-        for (int m = 0; m < kTiles; ++m)
-          decode_scaled(a[slot][m], fragment[m].words[step], ScaledRows(fragment[m]), step / 2);
+        for (int m = 0; m < kTiles; ++m) {
+          const WeightFragment& weight = fragment[k_tile % 2][m];
+          decode_scaled(a[slot][m], weight.words[step], ScaledRows(weight), step / 2);
+        }
         wgmma_fence();
 #pragma unroll
         for (int m = 0; m < kTiles; ++m)
@@ -59,12 +69,11 @@ __device__ __forceinline__ void accumulate_bf16_rows(int rows, Accumulators<Conf
   accumulate_bf16<Config, kWidth, kTiles>(sum, ring, at, k_stages, self);
 }
 
-// As many weight tiles a warpgroup as the piece needs: the m-th of warpgroup w is the (m * kConsumerGroups + w)-th of the piece,
-// so that a piece of few tiles still busies every warpgroup.
+// As many weight tiles a warpgroup as the piece needs.
 template <class Config, int kTiles = 1>
 __device__ __forceinline__ void bf16_piece(const TileInfo& tile, Accumulators<Config>& sum, const Ring<Config>& ring,
                                            RingPosition<Config>& at, int k_stages, const ConsumerThread& self) {
-  if (kTiles == 1 && self.group >= tile.tiles) {
+  if (kTiles == 1 && first_tile_of_group<Config>(tile.tiles, self.group) >= tile.tiles) {
     pass_stages(ring, at, k_stages, self);
     return;
   }

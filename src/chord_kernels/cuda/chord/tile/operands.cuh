@@ -16,6 +16,16 @@ struct ConsumerThread {
   int group, warp, lane;  // warpgroup, warp in it, lane in that
 };
 
+// A piece's weight tiles are dealt out evenly to the warpgroups, neighbours to one, so that a piece of few tiles still busies them all.
+template <class Config>
+__device__ __forceinline__ int tiles_of_group(int tiles) {
+  return (tiles + Config::kConsumerGroups - 1) / Config::kConsumerGroups;
+}
+template <class Config>
+__device__ __forceinline__ int first_tile_of_group(int tiles, int group) {
+  return group * tiles_of_group<Config>(tiles);
+}
+
 // The warp's 16 rows of k-tile `k_tile` of slot `slot` of a stage's weights.
 template <class Config>
 __device__ __forceinline__ uint32_t weight_block(uint32_t weights, int slot, int k_tile, const ConsumerThread& self) {

@@ -3,6 +3,7 @@
 #pragma once
 #include "chord/arch/barrier.cuh"
 #include "chord/arch/shared.cuh"
+#include "chord/tile/strips.cuh"
 
 namespace chord {
 
@@ -64,6 +65,8 @@ struct Storage {
   Stage<Config> stages[Config::kStages];
   EndStorage<Config, kSmallBlocks<Config>> end;
   TileInfo tiles[kPieceSlots<Config>];
+  Strips strips;  // the producers' (schedule/draws.cuh)
+  Piece drawn;
   Barrier full[Config::kStages];
   Barrier empty[Config::kStages];
 };
