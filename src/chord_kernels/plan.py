@@ -103,8 +103,10 @@ def why_not(problem: Problem) -> str | None:
 
 
 def block_rows_for(rows_per_expert: float, arch: str = "sm_90a") -> int:
-    """Token rows a block, from the average rows an expert: wide enough that few experts need a second block."""
-    block = next((block for block, average in ((8, 4.0), (16, 10.0), (32, 22.0), (64, 64.0)) if rows_per_expert <= average), 128)
+    """Token rows a block, from the average rows an expert: wide enough that few experts need a second block, and the widest where all
+    do, unless three blocks of 64 hold what two of 128 would."""
+    widths = ((8, 4.0), (16, 10.0), (32, 22.0), (64, 64.0), (128, 128.0), (64, 192.0))
+    block = next((block for block, average in widths if rows_per_expert <= average), 128)
     return block if arch in TILE_ARCHITECTURES else min(block, max(STREAM_BLOCK_ROWS))
 
 
