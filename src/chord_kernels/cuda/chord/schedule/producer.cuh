@@ -11,6 +11,8 @@ namespace chord {
 
 // A CTA draws at least so many stages at a time: a draw takes about a microsecond.
 constexpr int kStripStages = 8;
+// So many stages before its strip is over: a CTA that draws too early takes what another would have had time for.
+constexpr int kDrawStages = 3;
 
 // Which 16-byte pieces of a stage one producer thread copies: chunk `chunk` of rows row, row + 16, ... (or, in blocks of
 // 8 rows, of one row in every second k-tile).
@@ -82,18 +84,29 @@ __device__ __forceinline__ void produce(Storage<Config>& storage, const Operands
   Dependency dependency;
   if (!operands.weights_first) dependency.meet();
   DrawnSchedule<Config> schedule(rows.start(), operands.row_tiles, strip_panels * Config::kPanelTiles, storage, operands.counter, thread);
-  for (Piece strip; (strip = schedule.next(thread)).tiles > 0;) {
-    rows.fetch(strip.block);
+  // The next strip. Its routing is asked for while this one is copied, where the ids of a block take few registers.
+  constexpr bool kFetchAhead = Config::kBlockRows <= kWarpLanes;
+  const auto next = [&] {
+    const Piece piece = schedule.next(thread);
+    if (kFetchAhead && piece.tiles > 0) rows.fetch(piece.block);
+    return piece;
+  };
+  for (Piece strip = next(); strip.tiles > 0;) {
+    if (!kFetchAhead) rows.fetch(strip.block);
     const Block block = rows.locate(strip.block);
     if (block.rows == 0) {
       schedule.draw(dependency, thread);
+      strip = next();
       continue;
     }
+    Piece following;
     for (int tile = 0; tile < strip.tiles; tile += Config::kPanelTiles) {
       const int first_tile = strip.first_tile + tile, tiles = min(Config::kPanelTiles, strip.tiles - tile);
       const uint8_t* weights = operands.weights + (int64_t{block.expert} * operands.row_tiles + first_tile + thread) * tile_row_bytes;
       for (int k_stage = 0; k_stage < k_stages; ++k_stage) {
-        if (k_stage == k_stages - 1 && tile + Config::kPanelTiles >= strip.tiles) schedule.draw(dependency, thread);
+        const int left = Strips::parts(strip.tiles - tile, Config::kPanelTiles) * k_stages - k_stage;  // stages of the strip
+        if (left == kDrawStages || (left < kDrawStages && tile == 0 && k_stage == 0)) schedule.draw(dependency, thread);
+        if (kFetchAhead && left == 1) following = next();
         ring.wait_empty(at);
         const uint32_t full = ring.full_barrier(at.stage);
         if constexpr (kSmallBlocks<Config>) {
@@ -129,6 +142,7 @@ __device__ __forceinline__ void produce(Storage<Config>& storage, const Operands
       }
       slot.advance();
     }
+    strip = kFetchAhead ? following : next();
   }
 
   dependency.meet();
