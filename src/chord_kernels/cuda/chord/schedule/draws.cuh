@@ -24,10 +24,11 @@ struct DrawnSchedule {
   // Shortly before a strip is done: asks for the number of the next, which is there by the time of next(). The kernels before this one
   // may draw from the same counter until they are done.
   __device__ __forceinline__ void draw(Dependency& dependency, int thread) {
+    const int workers = gridDim.x;
+    number = storage.strips.count;
+    if (number <= workers) return;  // every strip is a CTA's first
     dependency.meet();
-    if (thread != 0) return;
-    const int workers = gridDim.x, count = storage.strips.count;
-    number = count <= workers ? count : workers + atomicAdd(counter, 1);
+    if (thread == 0) number = workers + atomicAdd(counter, 1);
   }
 
   // The strip that was drawn; of no tiles: there is none.
