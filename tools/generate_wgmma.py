@@ -30,7 +30,7 @@ __device__ __forceinline__ void wgmma_wait() {
 }
 
 // B as K-major rows of 128 bytes in the 128-byte swizzle: 8-row groups are 1024 bytes apart. Only the low word of the
-// descriptor depends on the address, in units of 16 bytes, so that moving along a stage is one 32-bit addition.
+// descriptor depends on the address, in units of 16 bytes, and no addition within shared memory carries out of it.
 __device__ __forceinline__ uint32_t wgmma_operand_base(uint32_t address) {
   constexpr uint32_t kUnusedStride = 1u << 16;
   return kUnusedStride | (address >> 4);

@@ -19,7 +19,8 @@ __device__ __forceinline__ void accumulate_bf16(Accumulators<Config>& sum, const
   uint32_t previous = 0;
   for (int k_stage = 0; k_stage < k_stages; ++k_stage) {
     ring.wait_full(at);
-    const uint32_t tokens = stage_operand(ring, at.stage), weights = ring.weights(at.stage);
+    const uint64_t tokens = stage_operand(ring, at.stage);
+    const uint32_t weights = ring.weights(at.stage);
     WeightFragment fragment[2][kTiles];
     const auto load = [&](int k_tile) {
 #pragma unroll

@@ -18,7 +18,8 @@ __device__ __forceinline__ void accumulate_exact(float (&sum)[Config::kBlockRows
   float part[kGroups][kWidth / 2];
   for (int k_stage = 0; k_stage < k_stages; ++k_stage) {
     ring.wait_full(at);
-    const uint32_t tokens = stage_operand(ring, at.stage), weights = ring.weights(at.stage);
+    const uint64_t tokens = stage_operand(ring, at.stage);
+    const uint32_t weights = ring.weights(at.stage);
     WeightFragment fragment[2];
     uint32_t a[kGroups][2][4];
     auto add_up = [&](int index) {

@@ -35,14 +35,14 @@ __device__ __forceinline__ uint32_t weight_block(uint32_t weights, int slot, int
 // Where the tokens of a stage begin, for token_operand. The shuffle tells the compiler that all lanes hold the same: descriptors are
 // then computed in uniform registers, where wgmma wants them, and not moved there one by one.
 template <class Config>
-__device__ __forceinline__ uint32_t stage_operand(const Ring<Config>& ring, uint32_t stage) {
-  return __shfl_sync(kFullMask, wgmma_operand_base(ring.stage(stage)), 0);
+__device__ __forceinline__ uint64_t stage_operand(const Ring<Config>& ring, uint32_t stage) {
+  return wgmma_operand(__shfl_sync(kFullMask, wgmma_operand_base(ring.stage(stage)), 0));
 }
 
-// The tokens of k-step `step` (16 k) of a k-tile, as wgmma's B operand.
+// The tokens of k-step `step` (16 k) of a k-tile, as wgmma's B operand: one addition of 64 bits in uniform registers.
 template <class Config>
-__device__ __forceinline__ uint64_t token_operand(uint32_t tokens, int k_tile, int step) {
-  return wgmma_operand(tokens + wgmma_operand_step(k_tile * (Config::kBlockRows * kTokenBytes) + step * 32));
+__device__ __forceinline__ uint64_t token_operand(uint64_t tokens, int k_tile, int step) {
+  return tokens + wgmma_operand_step(k_tile * (Config::kBlockRows * kTokenBytes) + step * 32);
 }
 
 // A warpgroup that no weight tile of this piece falls to lets its stages pass.
