@@ -78,56 +78,55 @@ def test_capture_and_replay(contract: str) -> None:
     assert torch.equal(out, expected)
 
 
-def _drawn_case(seed: int):
-    """A product of far more strips than there are SMs, whose CTAs draw most of their work; as a call that fills `out` anew."""
-    weight = random_weight(16, 4096, 512, device="cuda", seed=seed)
-    x = torch.randn((16 * 24, 512), device="cuda").to(torch.bfloat16)
-    routing = chord.align_indexed(random_ids(16 * 24, 16, 1, device="cuda", seed=seed), 16, 32)
-    out = torch.empty((16 * 24, 4096), dtype=torch.bfloat16, device="cuda")
+class _Drawn:
+    """A product of far more strips than there are SMs, whose CTAs draw most of their work. Every call fills `out` anew and compares it on
+    its own stream, so that a launch that took another's work is seen even if a later one is right."""
 
-    def call() -> torch.Tensor:
-        out.fill_(float("nan"))
-        return chord.indexed(x, weight, routing, out=out)
+    def __init__(self, seed: int) -> None:
+        self.weight = random_weight(16, 4096, 512, device="cuda", seed=seed)
+        self.x = torch.randn((16 * 24, 512), device="cuda").to(torch.bfloat16)
+        self.routing = chord.align_indexed(random_ids(16 * 24, 16, 1, device="cuda", seed=seed), 16, 32)
+        self.out = torch.empty((16 * 24, 4096), dtype=torch.bfloat16, device="cuda")
+        self.right = chord.indexed(self.x, self.weight, self.routing)
+        self.wrong = torch.zeros((), dtype=torch.int64, device="cuda")
 
-    return call
+    def call(self) -> None:
+        self.out.fill_(float("nan"))
+        chord.indexed(self.x, self.weight, self.routing, out=self.out)
+        self.wrong += (self.out != self.right).sum()
 
 
 def test_launches_on_several_streams_draw_apart() -> None:
-    cases = [_drawn_case(seed) for seed in range(3)]
-    expected = [call().clone() for call in cases]
+    cases = [_Drawn(seed) for seed in range(3)]
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in cases]
     for _ in range(20):
-        for call, stream in zip(cases, streams, strict=True):
+        for case, stream in zip(cases, streams, strict=True):
             with torch.cuda.stream(stream):
-                call()
+                case.call()
     torch.cuda.synchronize()
-    for call, stream, right in zip(cases, streams, expected, strict=True):
-        with torch.cuda.stream(stream):
-            assert torch.equal(call(), right)
+    assert [int(case.wrong) for case in cases] == [0, 0, 0]
 
 
 def test_graphs_of_one_stream_draw_apart_on_others() -> None:
     """Captured on the same stream, replayed side by side, and beside a call outside any graph."""
-    cases = [_drawn_case(seed) for seed in range(3)]
-    expected = [call().clone() for call in cases]
+    cases = [_Drawn(seed) for seed in range(3)]
     graphs = []
-    for call in cases[:2]:
+    for case in cases[:2]:
+        case.call()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = call()
-            call()
-        graphs.append((graph, out, torch.cuda.Stream()))
+            case.call()
+            case.call()
+        graphs.append((graph, torch.cuda.Stream()))
     torch.cuda.synchronize()
     for _ in range(20):
-        for graph, _, stream in graphs:
+        for graph, stream in graphs:
             with torch.cuda.stream(stream):
                 graph.replay()
-        last = cases[2]()
+        cases[2].call()
     torch.cuda.synchronize()
-    assert torch.equal(last, expected[2])
-    for (_, out, _), right in zip(graphs, expected, strict=False):
-        assert torch.equal(out, right)
+    assert [int(case.wrong) for case in cases] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("dependence", [True, "weights_first"])
