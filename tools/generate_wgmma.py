@@ -6,7 +6,7 @@ usage: python tools/generate_wgmma.py
 
 from pathlib import Path
 
-WIDTHS = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128)
+WIDTHS = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
 TARGET = Path(__file__).parent.parent / "src/chord_kernels/cuda/chord/arch/wgmma.cuh"
 
 HEAD = """\

@@ -16,7 +16,7 @@ TOKEN_BYTES = TILE_K * 2
 
 SMEM_OF_SM = 228 * 1024  # bytes, on Hopper and on Blackwell; every CTA takes 1 KB beside its own
 WIDTHS_PER_KERNEL = 4  # token widths compiled into one tile kernel; more make ptxas serialise the wgmma
-BLOCK_ROWS = (8, 16, 32, 64, 128)
+BLOCK_ROWS = (8, 16, 32, 64, 96, 128)
 EXACT_BLOCK_ROWS = 32  # beyond, the second set of accumulators does not fit the registers
 SMALL_BLOCK_ROWS = 16  # up to here outputs go straight to memory
 STREAM_BLOCK_ROWS = (8, 16)  # mma.sync takes twice as long for twice the tokens, wgmma hardly longer
@@ -42,6 +42,7 @@ class TilePlan:
     epilogue: str  # store | store_paired | swiglu
     numerics: str
     block_rows: int
+    width_step: int  # the tensor cores run at block_rows, or one to three steps less, whatever covers a block's rows
     row_tiles: int
     consumer_groups: int
     k_tiles: int
@@ -54,8 +55,8 @@ class TilePlan:
     function: ClassVar[str] = "tile_kernel"
 
     @property
-    def width_step(self) -> int:
-        return max(8, self.block_rows // WIDTHS_PER_KERNEL)
+    def least_width(self) -> int:
+        return max(self.width_step, self.block_rows - (WIDTHS_PER_KERNEL - 1) * self.width_step)
 
     @property
     def panel_tiles(self) -> int:
@@ -109,7 +110,7 @@ class TilePlan:
     @property
     def name(self) -> str:
         return (
-            f"tile_{self.contract}_{self.epilogue}_{self.numerics}_r{self.block_rows}_g{self.consumer_groups}x{self.row_tiles}"
+            f"tile_{self.contract}_{self.epilogue}_{self.numerics}_r{self.block_rows}by{self.width_step}_g{self.consumer_groups}x{self.row_tiles}"
             f"_k{self.k_tiles * TILE_K}_s{self.stages}_d{self.depth}_{self.arch}"
         )
 
@@ -118,6 +119,7 @@ class TilePlan:
         return {
             "kBlockRows": self.block_rows,
             "kWidthStep": self.width_step,
+            "kLeastWidth": self.least_width,
             "kRowTiles": self.row_tiles,
             "kConsumerGroups": self.consumer_groups,
             "kPanelTiles": self.panel_tiles,
@@ -133,13 +135,15 @@ class TilePlan:
         }
 
     def describe(self) -> dict[str, object]:
-        derived = ("width_step", "panel_tiles", "threads", "stage_bytes", "smem_bytes")
+        derived = ("least_width", "panel_tiles", "threads", "stage_bytes", "smem_bytes")
         return {"name": self.name, **asdict(self), **{field: getattr(self, field) for field in derived}}
 
     def why_illegal(self) -> str | None:
         """Why the kernel could not be built with these fields; None where it can."""
         if self.block_rows not in BLOCK_ROWS:
             return f"a block of {self.block_rows} token rows; the kernel has {', '.join(map(str, BLOCK_ROWS))}"
+        if self.width_step < 8 or self.width_step % 8 or self.block_rows % self.width_step:
+            return f"token widths in steps of {self.width_step}; multiples of 8 that divide a block of {self.block_rows} rows are computed"
         if self.numerics == "exact" and self.block_rows > EXACT_BLOCK_ROWS:
             return f"exact numerics with blocks of {self.block_rows} rows; its second accumulators fit up to {EXACT_BLOCK_ROWS}"
         if self.numerics == "exact" and self.row_tiles != 1:

@@ -19,6 +19,7 @@ from .kernels import (
     STREAM_BLOCK_ROWS,
     TILE_K,
     TILE_ROWS,
+    WIDTHS_PER_KERNEL,
     Plan,
     StreamPlan,
     TilePlan,
@@ -104,10 +105,19 @@ def why_not(problem: Problem) -> str | None:
 
 def block_rows_for(rows_per_expert: float, arch: str = "sm_90a") -> int:
     """Token rows a block, from the average rows an expert: wide enough that few experts need a second block, and the widest where all
-    do, unless three blocks of 64 hold what two of 128 would."""
-    widths = ((8, 4.0), (16, 10.0), (32, 22.0), (64, 64.0), (128, 128.0), (64, 192.0))
+    do, unless two of 96 hold them."""
+    widths = ((8, 4.0), (16, 10.0), (32, 22.0), (64, 64.0), (128, 128.0), (96, 192.0))
     block = next((block for block, average in widths if rows_per_expert <= average), 128)
     return block if arch in TILE_ARCHITECTURES else min(block, max(STREAM_BLOCK_ROWS))
+
+
+def width_step_for(block_rows: int, rows_per_expert: float) -> int:
+    """Token widths are so far apart. A kernel has four: fine ones up from half a block where an expert's rows are one block that is
+    mostly fuller than that (of two blocks of 96 the second one is), else a quarter of the block and its multiples."""
+    if block_rows == 96:
+        return 16
+    mostly_full = block_rows / 2 < rows_per_expert <= block_rows
+    return max(8, block_rows // (8 if mostly_full else WIDTHS_PER_KERNEL))
 
 
 def numerics_for(block_rows: int, rows_per_expert: float) -> str:
@@ -124,8 +134,7 @@ def _choose_block(problem: Problem) -> int:
     if problem.numerics == "exact":
         block = min(block, EXACT_BLOCK_ROWS)
     if problem.contract == "contiguous":
-        while problem.alignment % block:
-            block //= 2
+        return max(rows for rows in BLOCK_ROWS if rows <= block and problem.alignment % rows == 0)
     return block
 
 
@@ -181,7 +190,7 @@ def _legal(plan: Plan) -> Plan:
 def _tile_plan(problem: Problem, epilogue: str, block: int, numerics: str, pins: Mapping[str, int | str]) -> TilePlan:
     # Many warps with little state hide the latency of dequantization, and two tiles a warpgroup halve what goes with every wgmma. Large
     # blocks take the latter, unless their pieces are so short that others must multiply while one stores.
-    most_rows = 64 if problem.k <= SHORT_K else EXACT_BLOCK_ROWS
+    most_rows = 96 if problem.k <= SHORT_K else EXACT_BLOCK_ROWS
     groups, row_tiles = (4, 1) if block <= most_rows else (2, 2)
     if "panel_rows" in pins:
         row_tiles = max(1, pins["panel_rows"] // (groups * TILE_ROWS))
@@ -193,11 +202,12 @@ def _tile_plan(problem: Problem, epilogue: str, block: int, numerics: str, pins:
             epilogue=epilogue,
             numerics=numerics,
             block_rows=block,
+            width_step=width_step_for(block, problem.rows_per_expert),
             row_tiles=row_tiles,
             consumer_groups=groups,
             k_tiles=1,
             stages=pins.get("stages", 2),
-            depth=2 if block == 128 else 3,
+            depth=3 if block <= EXACT_BLOCK_ROWS else 2,
         )
     )
     # Long stages first: each costs a barrier round trip and, with exact numerics, a drain of the tensor cores.
@@ -208,7 +218,7 @@ def _tile_plan(problem: Problem, epilogue: str, block: int, numerics: str, pins:
 def _most_k_tiles(block_rows: int, numerics: str) -> int:
     if numerics == "exact":
         return 8
-    return 2 if block_rows == 128 else 4  # two long stages of 128 rows leave nothing in flight behind the one in use
+    return 4 if block_rows <= 64 else 2  # two long stages of more rows leave nothing in flight behind the one in use
 
 
 def explain(problem: Problem, plan: Plan) -> list[str]:
@@ -229,11 +239,12 @@ def _why_kernel(problem: Problem, plan: Plan) -> list[str]:
     panels = f"{tiles(problem, plan)} panels at most on {problem.sm_count} SMs; those that do not fill a last round are cut narrower"
     if isinstance(plan, TilePlan):
         groups = f"{plan.consumer_groups} consumer warpgroups"
+        widths = range(plan.least_width, plan.block_rows + 1, plan.width_step)
         if plan.row_tiles == 1 and plan.block_rows > EXACT_BLOCK_ROWS:
             groups += ", some of which multiply while others store"
         return [
             f"tile kernel: wgmma, panels of {plan.panel_tiles * TILE_ROWS} weight rows by {groups}",
-            f"the tensor cores run at the next multiple of {plan.width_step} of a block's valid rows",
+            f"the tensor cores run at {', '.join(map(str, widths))} rows, whichever covers a block's",
             f"{panels}; SMs draw them from a counter, so that they end together",
             memory,
         ]

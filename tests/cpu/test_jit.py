@@ -21,7 +21,9 @@ from chord_kernels.jit.source import reachable_headers, translation_unit
 from chord_kernels.kernels import TilePlan
 from chord_kernels.plan import ARCHITECTURES, shipped
 
-SMALL = TilePlan("sm_90a", "indexed", "store", "exact", block_rows=8, row_tiles=1, consumer_groups=4, k_tiles=1, stages=2, depth=2)
+SMALL = TilePlan(
+    "sm_90a", "indexed", "store", "exact", block_rows=8, width_step=8, row_tiles=1, consumer_groups=4, k_tiles=1, stages=2, depth=2
+)
 
 
 @pytest.fixture

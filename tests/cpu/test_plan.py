@@ -68,7 +68,8 @@ def test_every_legal_problem_has_a_legal_plan(contract: str, experts: int) -> No
                 owned = 65536 // plan.ctas // plan.threads // 8 * 8 * plan.threads
                 assert 128 * (plan.consumer_registers * groups + plan.producer_registers) <= owned
                 assert k // 64 % plan.k_tiles == 0
-                assert plan.block_rows % plan.width_step == 0
+                assert plan.least_width >= plan.width_step
+                assert (plan.block_rows - plan.least_width) % plan.width_step == 0
             else:
                 assert plan.threads <= 1024
                 assert plan.block_rows <= 16
@@ -92,18 +93,19 @@ def test_warm_up_covers_every_batch() -> None:
 
 def test_names_are_unique() -> None:
     plans = {
-        make_plan(problem(contract=contract, block_rows=block, n=512, k=k, rows=rows))
+        make_plan(asked)
         for contract in CONTRACTS
         for block in BLOCK_ROWS
         for k in (128, 192, 256, 512, 2048, 7168)
-        for rows in (1, 48 * 8, 48 * 200)
+        for rows in (1, 48 * 8, 48 * 50, 48 * 200)
+        if why_not(asked := problem(contract=contract, block_rows=block, n=512, k=k, rows=rows)) is None
     }
     assert len({plan.name for plan in plans}) == len(plans)
 
 
 def test_short_pieces_of_large_blocks_are_shared_out_among_more_warpgroups() -> None:
     """While one stores, others multiply. 128 rows do not leave the registers for it."""
-    for block, k, groups in ((32, 7168, 4), (64, 7168, 2), (64, 512, 2), (64, 256, 4), (128, 256, 2)):
+    for block, k, groups in ((32, 7168, 4), (64, 7168, 2), (64, 512, 2), (64, 256, 4), (96, 512, 2), (96, 256, 4), (128, 256, 2)):
         plan = make_plan(problem(block_rows=block, k=k, rows=48 * block))
         assert (plan.consumer_groups, plan.panel_tiles) == (groups, 4)
 
@@ -203,7 +205,21 @@ def test_blocks_widen_with_the_rows() -> None:
     chosen = [block_rows_for(rows / 10) for rows in range(5000)]
     assert chosen[:1281] == sorted(chosen[:1281])
     assert set(chosen) == set(BLOCK_ROWS)
-    assert [block_rows_for(rows) for rows in (128, 170, 192, 193)] == [128, 64, 64, 128]  # three blocks of 64 for two of 128
+    assert [block_rows_for(rows) for rows in (128, 170, 192, 193)] == [128, 96, 96, 128]  # two blocks of 96 for two of 128
+
+
+def test_token_widths_are_fine_where_blocks_are_mostly_full() -> None:
+    def widths(rows_per_expert: float, **fixed: int) -> tuple[int, ...]:
+        plan = make_plan(problem(rows=int(48 * rows_per_expert), **fixed))
+        return tuple(range(plan.least_width, plan.block_rows + 1, plan.width_step))
+
+    assert widths(43) == (40, 48, 56, 64)
+    assert widths(85) == widths(128) == (80, 96, 112, 128)
+    assert widths(171) == (48, 64, 80, 96)
+    assert widths(341) == widths(43, block_rows=128) == (32, 64, 96, 128)
+    assert widths(171, block_rows=64) == (16, 32, 48, 64)
+    assert widths(20) == (8, 16, 24, 32)
+    assert widths(2, block_rows=16) == (8, 16)
 
 
 def test_a_contiguous_block_never_crosses_an_alignment() -> None:

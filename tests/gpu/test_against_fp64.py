@@ -23,7 +23,7 @@ def tile(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("tile")
 @pytest.mark.parametrize("tokens", [1, 7, 9, 63, 65, 127, 129])
 @pytest.mark.parametrize("contract", CONTRACTS)
-@pytest.mark.parametrize(("block_rows", "dequant"), [(8, "exact"), (32, "exact"), (32, "bf16"), (64, "bf16"), (128, "bf16")])
+@pytest.mark.parametrize(("block_rows", "dequant"), [(8, "exact"), (32, "exact"), (32, "bf16"), (64, "bf16"), (96, "bf16"), (128, "bf16")])
 @pytest.mark.parametrize("epilogue", ["store", "swiglu"])
 def test_odd_token_counts(tokens: int, contract: str, block_rows: int, dequant: str, epilogue: str) -> None:
     experts, n, k = 5, 192, 320
@@ -36,9 +36,26 @@ def test_odd_token_counts(tokens: int, contract: str, block_rows: int, dequant: 
 
 
 @pytest.mark.usefixtures("tile")
+@pytest.mark.parametrize("fuller", [False, True])
+@pytest.mark.parametrize("block_rows", [16, 32, 64, 96, 128])
+def test_every_token_width(block_rows: int, fuller: bool) -> None:
+    """Blocks of one row to all of them, where the plan expects fuller ones and where it does not."""
+    counts = [c + d for c in range(0, block_rows + 1, 8) for d in (0, 1) if 0 < c + d <= block_rows]
+    experts = len(counts) if fuller else 4 * len(counts)  # the others have no rows
+    if fuller:
+        counts = [max(count, 9 * block_rows // 16) for count in counts]
+    ids = torch.tensor([e for e, count in enumerate(counts) for _ in range(count)], dtype=torch.int32, device="cuda")[:, None]
+    weight = random_weight(experts, 192, 320, device="cuda")
+    x = torch.randn((ids.numel(), 320), device="cuda").to(torch.bfloat16)
+    routed = route("indexed", x, ids, experts, block_rows=block_rows)
+    out = compute(routed, weight, dequant="bf16")
+    assert error_on_written(out, truth(routed, weight, dequant="bf16")) < ROUNDING
+
+
+@pytest.mark.usefixtures("tile")
 @pytest.mark.parametrize("n", [64, 128, 192, 512, 576])
 @pytest.mark.parametrize("k", [64, 128, 192, 256, 448, 1024, 2048])
-@pytest.mark.parametrize(("block_rows", "dequant"), [(16, "exact"), (128, "bf16")])
+@pytest.mark.parametrize(("block_rows", "dequant"), [(16, "exact"), (96, "bf16"), (128, "bf16")])
 def test_shapes(n: int, k: int, block_rows: int, dequant: str) -> None:
     """K in {192, 448} is no multiple of the stage; HAZARDS 29."""
     experts, tokens = 3, 150
@@ -49,7 +66,7 @@ def test_shapes(n: int, k: int, block_rows: int, dequant: str) -> None:
 
 
 @pytest.mark.usefixtures("tile")
-@pytest.mark.parametrize("block_rows", [16, 64, 128])
+@pytest.mark.parametrize("block_rows", [16, 64, 96, 128])
 def test_contracts_agree_bitwise(block_rows: int) -> None:
     experts, tokens, top_k = 6, 300, 2
     weight = random_weight(experts, 512, 512, paired=True, device="cuda")

@@ -11,7 +11,7 @@ import chord_kernels as chord
 from chord_kernels.formats import W4A16
 
 CONTRACTS = ("indexed", "contiguous", "masked")
-SCHEDULES = [(8, "exact"), (16, "exact"), (32, "exact"), (8, "bf16"), (16, "bf16"), (32, "bf16"), (64, "bf16"), (128, "bf16")]
+SCHEDULES = [(8, "exact"), (16, "exact"), (32, "exact"), (8, "bf16"), (16, "bf16"), (32, "bf16"), (64, "bf16"), (96, "bf16"), (128, "bf16")]
 
 
 @pytest.fixture

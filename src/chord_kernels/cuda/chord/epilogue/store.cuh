@@ -59,8 +59,7 @@ __device__ __forceinline__ void store_staged(const float (&sum)[Config::kBlockRo
   named_barrier_sync(1 + self.group, kGroupThreads);
 
   // A few rows at a time, all loads before the stores: the compiler moves no load across a store.
-  constexpr int kBatch = kPasses < 4 ? kPasses : 4;
-  static_assert(kPasses % kBatch == 0);
+  constexpr int kBatch = kPasses % 4 == 0 ? 4 : kPasses % 3 == 0 ? 3 : kPasses;
   const int column = thread % kPieces * 8;
   uint8_t* outputs = operands.outputs + Map::column(row_tile, column, operands.row_tiles) * 2;
   const uint32_t first = staging + thread / kPieces * kPitch;

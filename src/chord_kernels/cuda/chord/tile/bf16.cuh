@@ -57,10 +57,9 @@ __device__ __forceinline__ void accumulate_bf16(Accumulators<Config>& sum, const
 
 // The narrowest compiled width that covers `rows`: padding rows of a block then cost no tensor time. More than four widths
 // in one kernel make ptxas run out of registers and serialise the wgmma.
-template <class Config, int kTiles, int kWidth = Config::kWidthStep>
+template <class Config, int kTiles, int kWidth = Config::kLeastWidth>
 __device__ __forceinline__ void accumulate_bf16_rows(int rows, Accumulators<Config>& sum, const Ring<Config>& ring,
                                                      RingPosition<Config>& at, int k_stages, const ConsumerThread& self) {
-  static_assert(Config::kBlockRows % Config::kWidthStep == 0 && Config::kBlockRows <= 4 * Config::kWidthStep);
   if constexpr (kWidth < Config::kBlockRows) {
     if (rows > kWidth) {
       accumulate_bf16_rows<Config, kTiles, kWidth + Config::kWidthStep>(rows, sum, ring, at, k_stages, self);

@@ -54,7 +54,7 @@ __device__ __forceinline__ void accumulate_exact(float (&sum)[Config::kBlockRows
 }
 
 // The narrowest compiled width that covers `rows`: padding rows of a block then cost no time.
-template <class Config, int kWidth = Config::kWidthStep>
+template <class Config, int kWidth = Config::kLeastWidth>
 __device__ __forceinline__ void accumulate_exact_rows(int rows, float (&sum)[Config::kBlockRows / 2], const Ring<Config>& ring,
                                                       RingPosition<Config>& at, int k_stages, const ConsumerThread& self) {
   if constexpr (kWidth < Config::kBlockRows) {
