@@ -26,8 +26,11 @@ _PUBLIC = {
     "indexed": "ops",
     "load_experts": "checkpoint",
     "masked": "ops",
+    "pack_mxfp8": "weights",
     "pack_w4a16": "weights",
     "pack_w4a16_grouped": "weights",
+    "quantize_mxfp8": "weights",
+    "warp_decode": "decode",
 }
 
 __all__ = sorted([*_PUBLIC, "reference"])

@@ -146,7 +146,7 @@ def compile(
 @app.command()
 def bench(
     sections: Annotated[
-        list[str] | None, typer.Argument(help="Sections such as decode, prefill, tp8, masked-ep16, small; all by default.")
+        list[str] | None, typer.Argument(help="Sections such as decode, tp8, masked-ep16, small, warp-decode; all by default.")
     ] = None,
     points: Annotated[Optional[str], typer.Option(help="Only these points, separated by commas.")] = None,  # noqa: UP045
     peer: Annotated[bool, typer.Option(help="Also time humming-kernels in this process.")] = False,
@@ -158,7 +158,7 @@ def bench(
     """Time the named cases on this GPU, every output checked, against floors and recorded peers."""
     import torch
 
-    from .bench import humming, report, small_batch
+    from .bench import humming, report, small_batch, warp_decode
     from .bench.suites import all_cases
     from .progress import progress
 
@@ -167,14 +167,16 @@ def bench(
     if peer and not humming.available():
         raise FormatError("--peer needs humming: pip install humming-kernels")
     cases = all_cases()
-    known = [*dict.fromkeys(case.section for case in cases), "small"]
+    known = [*dict.fromkeys(case.section for case in cases), "small", "warp-decode"]
     wanted = sections or known
     if unknown := [name for name in wanted if name not in known]:
         raise FormatError(f"section {unknown[0]!r} is not known; give one of {', '.join(known)}")
-    cases = [case for case in cases if case.section in wanted and (points is None or str(case.point) in points.split(","))]
+    asked = points.split(",") if points else None
+    cases = [case for case in cases if case.section in wanted and (asked is None or str(case.point) in asked)]
     small = list(small_batch.TOKENS) if "small" in wanted else []
+    layers = list(warp_decode.cases(asked)) if "warp-decode" in wanted else []
     rows: list[report.Row] = []
-    with progress("timing", len(cases) + sum(len(small_batch.TOKENS[name]) for name in small)) as step:
+    with progress("timing", len(cases) + sum(len(small_batch.TOKENS[name]) for name in small) + len(layers)) as step:
 
         def keep(row: report.Row) -> None:
             rows.append(row)
@@ -184,6 +186,7 @@ def bench(
 
         report.run_cases(cases, peer=peer, samples=samples, on_row=keep)
         small_batch.run(small, peer=peer, samples=samples, on_row=keep)
+        warp_decode.run(layers, samples=samples, on_row=keep)
     _console().print(report.table(rows, str(report.timing.card()["name"])))
     if plot:
         report.plot(rows, plot)

@@ -9,6 +9,15 @@ j of the tensor core's A fragment has its low half at bits 4j..4j+3 and its high
 row g + 8 * (j & 1), k = 16 * s + 8 * (j >> 1) + 2 * t + {0 low, 1 high}.
 
 Scales: for g in 0..7, 8 bytes = BF16 [row g | row g + 8][32-group 0 | 1 of the tile].
+
+MXFP8, layout version 1. A weight [E, N, K] is E x N/16 x K/64 blocks of 16 rows x 64 k, 1056 bytes each: two planes of 512 bytes of
+elements, 32 bytes of scales.
+
+Elements: lane L owns 16 bytes of plane p, words [k-step 2p | 2p + 1][k half]; a word holds rows g and g + 8 at k = 16 * step + 8 * half +
+2 * t + {0 low 16 bits, 1 high}. In 16 bits, row g has its sign at bit 15 and its other bits at 10..4 (as a BF16 number, 2^-120 of its
+value); row g + 8 has its sign at 11, its upper three exponent bits at 14..12, the lowest and the mantissa at 3..0.
+
+Scales: for g in 0..7, 4 bytes = E8M0 [row g | row g + 8][32-group 0 | 1].
 """
 
 from __future__ import annotations
@@ -29,6 +38,7 @@ _ROWS_AT_ONCE = 1 << 22  # elements unpacked side by side: bounds the scratch of
 class W4A16:
     """Unsigned INT4 codes (value = code - 8) with one BF16 scale per 32 along K."""
 
+    name: ClassVar[str] = "w4a16"
     layout_version: ClassVar[int] = 1
     group: ClassVar[int] = 32
     zero_point: ClassVar[int] = 8
@@ -152,3 +162,96 @@ class W4A16:
         if largest >= cls.scale_limit:
             raise FormatError(f"scales reach {largest:g}; kernels take magnitudes below {cls.scale_limit:g}, so rescale the weight")
         return torch.where(rounded.abs() < cls.scale_floor, 0.0, rounded)
+
+
+@dataclass(frozen=True)
+class MXFP8:
+    """OCP MX: E4M3 elements with one E8M0 scale (2^(byte - 127), 255: NaN) per 32 along K."""
+
+    name: ClassVar[str] = "mxfp8"
+    layout_version: ClassVar[int] = 1
+    group: ClassVar[int] = 32
+    tile_rows: ClassVar[int] = 16
+    tile_k: ClassVar[int] = 64
+    element_bytes: ClassVar[int] = 1024
+    tile_bytes: ClassVar[int] = 1056
+    largest: ClassVar[float] = 448.0
+    scale_bias: ClassVar[int] = 127
+    scale_nan: ClassVar[int] = 255
+
+    @classmethod
+    def why_not(cls, n: int, k: int, *, paired: bool = False) -> str | None:
+        """Why [n, k] weights cannot be packed; None where they can. The same sizes as W4A16."""
+        return W4A16.why_not(n, k, paired=paired)
+
+    @classmethod
+    def packed_shape(cls, experts: int, n: int, k: int) -> tuple[int, int, int, int]:
+        return experts, n // cls.tile_rows, k // cls.tile_k, cls.tile_bytes
+
+    @classmethod
+    def pack_expert(cls, out: Tensor, elements: Tensor, scales: Tensor, *, paired: bool) -> None:
+        """Fill `out` uint8 [N/16, K/64, 1056] from one expert: elements uint8 [N, K] (E4M3 bits), scales uint8 [N, K/32] (E8M0 bits).
+
+        A group that holds an element NaN gets the scale NaN, which gives the same outputs.
+        """
+        has_nan = ((elements & 0x7F) == 0x7F).unflatten(-1, (-1, cls.group)).any(-1)
+        scales = torch.where(has_nan, cls.scale_nan, scales)
+        if paired:
+            elements, scales = W4A16.pair_rows(elements), W4A16.pair_rows(scales)
+        blocks, k_tiles = out.shape[:2]
+        # block, row half, g, k-tile, plane, step of plane, k half, t, pair element
+        e = elements.reshape(blocks, 2, 8, k_tiles, 2, 2, 2, 4, 2).to(torch.int32)
+        low, high = e[:, 0], e[:, 1]
+        halves = (low & 0x80) << 8 | (low & 0x7F) << 4 | (high & 0x80) << 4 | (high & 0x70) << 8 | (high & 0x0F)
+        words = halves[..., 0] | halves[..., 1] << 16
+        words = words.permute(0, 2, 3, 1, 6, 4, 5).contiguous()  # block, k-tile, plane, g, t, step, k half
+        out[..., : cls.element_bytes] = words.view(torch.uint8).reshape(blocks, k_tiles, cls.element_bytes)
+        s = scales.reshape(blocks, 2, 8, k_tiles, 2).permute(0, 3, 2, 1, 4)
+        out[..., cls.element_bytes :] = s.reshape(blocks, k_tiles, 32)
+
+    @classmethod
+    def unpack_expert(cls, packed: Tensor, *, paired: bool) -> tuple[Tensor, Tensor]:
+        """uint8 [N/16, K/64, 1056] to elements uint8 [N, K] and scales uint8 [N, K/32], rows as they were before packing."""
+        blocks, k_tiles = packed.shape[:2]
+        words = packed[..., : cls.element_bytes].contiguous().view(torch.int32).reshape(blocks, k_tiles, 2, 8, 4, 2, 2)
+        halves = torch.stack((words & 0xFFFF, words >> 16 & 0xFFFF), dim=-1)
+        low = halves >> 8 & 0x80 | halves >> 4 & 0x7F
+        high = halves >> 4 & 0x80 | halves >> 8 & 0x70 | halves & 0x0F
+        e = torch.stack((low, high), dim=1)  # block, row half, k-tile, plane, g, t, step, k half, pair element
+        elements = e.permute(0, 1, 4, 2, 3, 6, 7, 5, 8).reshape(blocks * 16, k_tiles * 64).to(torch.uint8)
+        s = packed[..., cls.element_bytes :].reshape(blocks, k_tiles, 8, 2, 2)
+        scales = s.permute(0, 3, 2, 1, 4).reshape(blocks * 16, k_tiles * 2)
+        return (W4A16.unpair_rows(elements), W4A16.unpair_rows(scales)) if paired else (elements, scales)
+
+    @classmethod
+    def dequantize(cls, elements: Tensor, scales: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
+        """element * 2^(scale - 127) in `dtype`. Exact in float64; in float32 what reaches 2^128 is infinite."""
+        values = elements.view(torch.float8_e4m3fn).to(torch.float64).unflatten(-1, (-1, cls.group))
+        factors = torch.ldexp(torch.ones_like(scales, dtype=torch.float64), scales.to(torch.int32) - cls.scale_bias)
+        factors = torch.where(scales == cls.scale_nan, torch.nan, factors)
+        return (values * factors.unsqueeze(-1)).flatten(-2).to(dtype)
+
+    @classmethod
+    def quantize(cls, values: Tensor, *, rule: str = "ocp") -> tuple[Tensor, Tensor]:
+        """Floats [.., K] to elements uint8 [.., K] and scales uint8 [.., K/32].
+
+        The exponent of a group is, by rule "ocp" (MX specification 1.0), floor(log2(largest magnitude)) - 8: elements beyond 448 are
+        clamped; by rule "round_up", the least one that clamps none, ceil(log2(largest / 448)). It is limited to -127..127. Elements are
+        rounded to nearest even. A group of zeros has scale byte 0; a group with an infinity or NaN has the scale NaN.
+        """
+        if rule not in ("ocp", "round_up"):
+            raise FormatError(f"rule {rule!r}; give 'ocp' or 'round_up'")
+        groups = values.to(torch.float64).unflatten(-1, (-1, cls.group))
+        largest = groups.abs().amax(-1)
+        finite = largest.isfinite()  # a NaN makes the maximum NaN
+        mantissa, exponent = torch.frexp(torch.where(finite, largest, 0.0))  # mantissa in [0.5, 1)
+        exponent = exponent - 9 + (mantissa > cls.largest / 512).to(torch.int32) if rule == "round_up" else exponent - 9
+        exponent = torch.where(largest > 0, exponent, -cls.scale_bias).clamp(-cls.scale_bias, cls.scale_bias)
+        scaled = torch.ldexp(groups, -exponent.unsqueeze(-1)).clamp(-cls.largest, cls.largest)
+        scaled = torch.where(finite.unsqueeze(-1), scaled, 0.0)
+        elements = scaled.to(torch.float32).to(torch.float8_e4m3fn).view(torch.uint8).flatten(-2)
+        return elements, torch.where(finite, exponent + cls.scale_bias, cls.scale_nan).to(torch.uint8)
+
+
+Format = type[W4A16] | type[MXFP8]
+FORMATS: dict[str, Format] = {W4A16.name: W4A16, MXFP8.name: MXFP8}

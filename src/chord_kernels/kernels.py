@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
+TILE_ARCHITECTURES = ("sm_90a",)  # with wgmma: the tile kernels beside the stream kernels
+ARCHITECTURES = (*TILE_ARCHITECTURES, "sm_100a", "sm_103a")
 TILE_ROWS = 64  # of the packed layout, formats.W4A16
 TILE_K = 64
 TILE_BYTES = 2304
@@ -21,6 +23,10 @@ EXACT_BLOCK_ROWS = 32  # beyond, the second set of accumulators does not fit the
 SMALL_BLOCK_ROWS = 16  # up to here outputs go straight to memory
 STREAM_BLOCK_ROWS = (8, 16)  # mma.sync takes twice as long for twice the tokens, wgmma hardly longer
 MAX_STAGES = 8
+BLOCK_BYTES = {"w4a16": 576, "mxfp8": 1056}  # of 16 x 64 packed weights
+MOST_TOP_K = 16  # of warp decode
+MOST_EXPERTS = 1024
+LEAST_DECODE_STAGES = 3
 LEAST_PRODUCER_REGISTERS = 56
 
 
@@ -230,4 +236,94 @@ class StreamPlan:
         return None
 
 
-Plan = TilePlan | StreamPlan
+@dataclass(frozen=True)
+class WarpDecodePlan:
+    """A kernel of warp decode (kernel/warp_decode.cuh): one of the two launches of a whole layer."""
+
+    arch: str
+    product: str  # gate_up | down
+    format: str  # w4a16 | mxfp8
+    batch: int  # tokens at most
+    top_k: int  # at most
+    experts: int  # at most
+    blocks: int  # 16-row blocks of weights that a warp has at once
+    k_tiles: int  # of a stage
+    stages: int  # of a warp's ring
+    tokens: int  # of a group, at most: the columns of an mma.sync
+    beside: bool  # its CTAs fit an SM beside those of the other product
+
+    ctas: ClassVar[int] = 1  # an SM
+    draws: ClassVar[bool] = False
+    header: ClassVar[str] = "chord/kernel/warp_decode.cuh"
+    threads: ClassVar[int] = 256
+
+    @property
+    def function(self) -> str:
+        return f"warp_{self.product}"
+
+    @property
+    def most_pairs(self) -> int:
+        return self.batch * self.top_k
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of one warp: weights, then rows of activations 16 bytes apart."""
+        activations = self.tokens * (self.k_tiles * TOKEN_BYTES + 16)
+        return _align(self.weight_bytes + activations, 128)
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.k_tiles * self.blocks * BLOCK_BYTES[self.format]
+
+    @property
+    def smem_bytes(self) -> int:
+        """At least what the kernel needs, which it asserts; more than half of an SM's unless it may share one: an SM that is free early
+        must not get two CTAs while others have none."""
+        return self._needed_bytes if self.beside else max(self._needed_bytes, smem_limit(2) + 128)
+
+    @property
+    def _needed_bytes(self) -> int:
+        warps = self.threads // 32
+        ring = warps * self.stages * self.stage_bytes
+        groups = self.experts * (8 + 2) + self.most_pairs * (2 + 16) + (warps + 32 + 1) * 4
+        sums = 2 * warps * self.blocks * 512 if self.product == "gate_up" else self.most_pairs * 4 * (1 + self.blocks * 16)
+        return _align(ring + _align(groups, 128) + sums, 128)
+
+    @property
+    def name(self) -> str:
+        return (
+            f"warp_{self.product}_{self.format}_b{self.batch}x{self.top_k}_e{self.experts}_m{self.blocks}_k{self.k_tiles * TILE_K}"
+            f"_s{self.stages}_n{self.tokens}{'_beside' if self.beside else ''}_{self.arch}"
+        )
+
+    def constants(self) -> dict[str, int]:
+        """The integers of its Config struct."""
+        return {
+            "kBatch": self.batch,
+            "kTokens": self.tokens,
+            "kMostPairs": self.most_pairs,
+            "kMostExperts": self.experts,
+            "kBlocks": self.blocks,
+            "kKTiles": self.k_tiles,
+            "kStages": self.stages,
+            "kThreads": self.threads,
+            "kCtas": 2,  # of registers' share, so that both products fit an SM
+            "kSmemBytes": self.smem_bytes,
+        }
+
+    def describe(self) -> dict[str, object]:
+        derived = ("most_pairs", "stage_bytes", "smem_bytes")
+        return {"name": self.name, **asdict(self), **{field: getattr(self, field) for field in derived}}
+
+    def why_illegal(self) -> str | None:
+        """Why the kernel could not be built with these fields; None where it can."""
+        if self.stages < LEAST_DECODE_STAGES:
+            return f"{self.stages} stages; a ring needs {LEAST_DECODE_STAGES}"
+        if self.k_tiles * TOKEN_BYTES > 512:
+            return f"{self.k_tiles} k-tiles a stage; a warp copies a row of up to 4 at once"
+        if self.smem_bytes > (limit := smem_limit(self.ctas)):
+            return f"{self.smem_bytes} bytes of shared memory; a CTA has {limit}"
+        return None
+
+
+Plan = TilePlan | StreamPlan | WarpDecodePlan

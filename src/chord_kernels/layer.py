@@ -10,7 +10,11 @@ import torch
 from torch import Tensor
 
 from . import ops
+from .decode import warp_decode
+from .decode_plan import WARP_DECODE_BATCHES, warp_decode_buckets, warp_decodes
 from .errors import FormatError, UnsupportedError
+from .formats import W4A16
+from .kernels import Plan
 from .plan import buckets, numerics_for
 from .progress import progress
 from .rows import IndexedRows, align_local, local_experts
@@ -78,8 +82,9 @@ class MoELayer:
         """sum over slots of topk_weights[t, s] * down(silu(gate(x[t])) * up(x[t])) with the experts topk_ids[t, s].
 
         x: BF16 [M, H]. topk_ids: int32, int64 or uint32 [M, top_k]; ids that are negative, too large or remote add exactly 0.
-        topk_weights: float32, bfloat16 or float16 [M, top_k], used in FP32. out: BF16 [M, H]. The SwiGLU output and each
-        expert's output are rounded to BF16 once; the sum over slots is FP32. Nothing is read back to the host.
+        topk_weights: float32, bfloat16 or float16 [M, top_k], used in FP32. out: BF16 [M, H]. The SwiGLU output is rounded to BF16
+        once, and each expert's output too unless the batch goes to `warp_decode`; the sum over slots is FP32. Nothing is read back
+        to the host. MXFP8 goes to `warp_decode` in parts of 64 tokens, INT4 on a GPU where experts have few rows.
         """
         if x.ndim != 2 or x.shape[1] != self.hidden:
             raise FormatError(f"x is {list(x.shape)}; give [M, {self.hidden}]")
@@ -94,6 +99,8 @@ class MoELayer:
         tokens, top_k = topk_ids.shape
         if tokens == 0 or top_k == 0:
             return out.zero_() if out is not None else torch.zeros_like(x)
+        if self.warp_decodes(tokens, top_k):
+            return self._warp_decode(x.contiguous(), topk_ids, topk_weights, out)
         block_rows, experts = self._block_rows(tokens, top_k), self.gate_up.experts
         local = local_experts(topk_ids, experts, self.expert_map)
         routing = align_local(local, experts, block_rows)
@@ -107,9 +114,22 @@ class MoELayer:
 
     def numerics(self, tokens: int, top_k: int) -> str:
         """Which definition of `reference` a batch of this size computes: "exact" or "bf16"."""
-        if self.gate_up.device.type == "cpu":
+        if self.gate_up.device.type == "cpu" or self.warp_decodes(tokens, top_k):
             return "exact"
         return numerics_for(self._block_rows(tokens, top_k), tokens * top_k / self.gate_up.experts)
+
+    def warp_decodes(self, tokens: int, top_k: int) -> bool:
+        """Whether a batch of this size goes to `warp_decode`. On CPU INT4 keeps the path of large batches."""
+        form, experts = self.gate_up.format, self.gate_up.experts
+        return (form is not W4A16 or self.gate_up.device.type == "cuda") and warp_decodes(form.name, tokens, top_k, experts)
+
+    def _warp_decode(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor | None) -> Tensor:
+        out = torch.empty_like(x) if out is None else out
+        expert_map = None if self.expert_map is None else self.expert_map.to(torch.int32)
+        for first in range(0, x.shape[0], WARP_DECODE_BATCHES[-1]):
+            part = slice(first, first + WARP_DECODE_BATCHES[-1])
+            warp_decode(x[part], self.gate_up, self.down, topk_ids[part], topk_weights[part], out=out[part], expert_map=expert_map)
+        return out
 
     def _block_rows(self, tokens: int, top_k: int) -> int:
         return ops.block_rows_on(self.gate_up.device, tokens * top_k / self.gate_up.experts)
@@ -123,14 +143,14 @@ class MoELayer:
         from .jit.launch import load
 
         arch, sm_count = ops.device_arch(device.index)
-        plans = buckets(
-            arch=arch,
-            experts=self.gate_up.experts,
-            hidden=self.hidden,
-            intermediate=self.intermediate,
-            contracts=("indexed",),
-            sm_count=sm_count,
-        )
+        experts, hidden, inter = self.gate_up.experts, self.hidden, self.intermediate
+        plans: list[Plan] = []
+        if self.gate_up.format is W4A16:
+            plans += buckets(arch=arch, experts=experts, hidden=hidden, intermediate=inter, contracts=("indexed",), sm_count=sm_count)
+        if warp_decodes(self.gate_up.format.name, 1, 1, experts):
+            plans += warp_decode_buckets(
+                arch, self.gate_up.format.name, experts=experts, hidden=hidden, intermediate=inter, sm_count=sm_count
+            )
         with progress("compiling kernels", len(plans)) as step:
             build_all(plans, done=lambda _: step())
         with torch.cuda.device(device):  # loading makes its device the current one

@@ -14,19 +14,20 @@ from torch import Tensor
 
 from . import reference, rows, settings
 from .errors import FormatError, UnsupportedError
+from .formats import W4A16
 from .kernels import Plan
 from .plan import TILE_ARCHITECTURES, Problem, block_rows_for, make_plan, why_not
 from .rows import ContiguousRows, IndexedRows, MaskedRows, RowContract
 from .weights import PackedWeight
 
-_library = torch.library.Library("chord_kernels", "DEF")
+library = torch.library.Library("chord_kernels", "DEF")
 _COMMON = "Tensor x, Tensor weight, bool paired, str epilogue, str dequant, int dependence"
-_library.define(
+library.define(
     f"w4a16_indexed({_COMMON}, Tensor sorted_ids, Tensor expert_ids, Tensor num_tokens_padded, int top_k, int block_rows, "
     "Tensor(a!) out) -> ()"
 )
-_library.define(f"w4a16_contiguous({_COMMON}, Tensor m_indices, int alignment, Tensor(a!) out) -> ()")
-_library.define(f"w4a16_masked({_COMMON}, Tensor masked_m, int expected_m, Tensor(a!) out) -> ()")
+library.define(f"w4a16_contiguous({_COMMON}, Tensor m_indices, int alignment, Tensor(a!) out) -> ()")
+library.define(f"w4a16_masked({_COMMON}, Tensor masked_m, int expected_m, Tensor(a!) out) -> ()")
 
 
 def indexed(
@@ -137,6 +138,8 @@ def _prepare(
     x: Tensor, weight: PackedWeight, routing: RowContract, out_rows: int, epilogue: str, out: Tensor | None, validate: bool
 ) -> tuple[Tensor, Tensor]:
     """Checks that need no device, and the output."""
+    if weight.format is not W4A16:
+        raise UnsupportedError(f"a weight in {weight.format.name}; the row contracts take INT4 weights, MXFP8 ones go to warp_decode")
     if x.dtype != torch.bfloat16 or x.ndim != 2:
         raise FormatError(f"x is {x.dtype} {list(x.shape)}; give bfloat16 [rows, K]")
     if x.shape[1] != weight.k:
@@ -283,8 +286,8 @@ for _name, _cuda, _cpu in (
     ("w4a16_contiguous", _contiguous_cuda, _contiguous_cpu),
     ("w4a16_masked", _masked_cuda, _masked_cpu),
 ):
-    _library.impl(_name, _cuda, "CUDA")
-    _library.impl(_name, _cpu, "CPU")
-    torch.library.register_fake(f"chord_kernels::{_name}", lambda *args: None, lib=_library)
+    library.impl(_name, _cuda, "CUDA")
+    library.impl(_name, _cpu, "CPU")
+    torch.library.register_fake(f"chord_kernels::{_name}", lambda *args: None, lib=library)
 
 _ops = torch.ops.chord_kernels

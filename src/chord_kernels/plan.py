@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from .decode_plan import warp_decode_buckets
 from .errors import UnsupportedError
 from .kernels import (
+    ARCHITECTURES,
     BLOCK_ROWS,
     EXACT_BLOCK_ROWS,
     MAX_STAGES,
     SMALL_BLOCK_ROWS,
     STREAM_BLOCK_ROWS,
+    TILE_ARCHITECTURES,
     TILE_K,
     TILE_ROWS,
     WIDTHS_PER_KERNEL,
@@ -29,8 +32,6 @@ from .kernels import (
 CONTRACTS = ("indexed", "contiguous", "masked")
 EPILOGUES = ("store", "swiglu")
 NUMERICS = ("bf16", "exact")
-TILE_ARCHITECTURES = ("sm_90a",)  # with wgmma: the tile kernels beside the stream kernels
-ARCHITECTURES = (*TILE_ARCHITECTURES, "sm_100a", "sm_103a")
 EXACT_ROWS_PER_EXPERT = 16.0  # up to which blocks of 32 rows are as fast with exact numerics
 SHORT_K = 256  # up to which storing a piece takes about as long as computing it
 FEW_TILES_OF_SM = {8: 2, 16: 1}  # by token rows a block: up to which the stream kernel is faster
@@ -303,11 +304,19 @@ SHIPPED_SHAPES = {
     "kimi-k2-ep32": (12, 7168, 2048),
     "kimi-k2-tp8": (384, 7168, 256),
 }
+SHIPPED_MXFP8_SHAPES = {
+    "qwen3-30b": (128, 2048, 768),
+    "qwen3-235b": (128, 4096, 1536),
+}
 
 
 def shipped(arch: str) -> list[Plan]:
     """The distinct kernels of every shipped shape."""
-    plans = {}
+    plans: dict[str, Plan] = {}
     for experts, hidden, inter in SHIPPED_SHAPES.values():
         plans |= {plan.name: plan for plan in buckets(arch=arch, experts=experts, hidden=hidden, intermediate=inter)}
+    for format_name, shapes in (("w4a16", SHIPPED_SHAPES), ("mxfp8", SHIPPED_MXFP8_SHAPES)):
+        for experts, hidden, inter in shapes.values():
+            decode = warp_decode_buckets(arch, format_name, experts=experts, hidden=hidden, intermediate=inter, top_ks=(8,))
+            plans |= {plan.name: plan for plan in decode}
     return list(plans.values())

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .errors import FormatError
-from .formats import W4A16
+from .formats import MXFP8, W4A16
 from .rows import RowContract, row_table
 from .weights import PackedWeight
 
@@ -34,6 +34,13 @@ def expert_product(x: Tensor, codes: Tensor, scales: Tensor, *, dequant: str, dt
         stop = start + W4A16.group
         total += (x[:, start:stop].to(dtype) @ integers[:, start:stop].T) * scales[:, group].to(dtype)
     return total
+
+
+def product(x: Tensor, weight: PackedWeight, expert: int, *, dequant: str = "exact", dtype: torch.dtype = torch.float32) -> Tensor:
+    """x [m, K] times one expert of a packed weight of either format, transposed: [m, N] in `dtype`. MXFP8 weights are never rounded."""
+    if weight.format is MXFP8:
+        return x.to(dtype) @ MXFP8.dequantize(*weight.unpack_expert(expert), dtype=dtype).T
+    return expert_product(x, *weight.unpack_expert(expert), dequant=dequant, dtype=dtype)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -60,8 +67,7 @@ def grouped(
     source, target, expert = row_table(rows, x.shape[0], weight.experts)
     for e in expert.unique().tolist():
         mine = expert == e
-        codes, scales = weight.unpack_expert(e)
-        value = expert_product(x[source[mine]], codes, scales, dequant=dequant, dtype=dtype)
+        value = product(x[source[mine]], weight, e, dequant=dequant, dtype=dtype)
         out[target[mine]] = (swiglu(value) if epilogue == "swiglu" else value).to(out.dtype)
     return out
 
@@ -76,21 +82,23 @@ def layer(
     dequant: str = "exact",
     dtype: torch.dtype = torch.float32,
     round_hidden: bool = False,
+    round_products: bool | None = None,
 ) -> Tensor:
     """A MoE layer: sum over slots of weight[t, slot] * down(silu(gate(x)) * up(x)); [M, H] in `dtype`.
 
-    A slot whose id is negative or not below E adds exactly 0. round_hidden rounds the SwiGLU output and each expert's
-    output to BF16, as a layer made of separate kernels does.
+    A slot whose id is negative or not below E adds exactly 0. round_hidden rounds the SwiGLU output to BF16, round_products each
+    expert's output (None: as round_hidden). A layer made of separate kernels rounds both, `warp_decode` the former alone.
     """
+    round_products = round_hidden if round_products is None else round_products
     total = torch.zeros_like(x, dtype=dtype)
     for e in range(gate_up.experts):
         token, slot = (topk_ids == e).nonzero(as_tuple=True)
         if token.numel() == 0:
             continue
-        hidden = swiglu(expert_product(x[token], *gate_up.unpack_expert(e), dequant=dequant, dtype=dtype))
+        hidden = swiglu(product(x[token], gate_up, e, dequant=dequant, dtype=dtype))
         hidden = hidden.to(torch.bfloat16) if round_hidden else hidden
-        value = expert_product(hidden, *down.unpack_expert(e), dequant=dequant, dtype=dtype)
-        value = value.to(torch.bfloat16).to(dtype) if round_hidden else value
+        value = product(hidden, down, e, dequant=dequant, dtype=dtype)
+        value = value.to(torch.bfloat16).to(dtype) if round_products else value
         total.index_add_(0, token, value * topk_weights[token, slot].to(dtype).unsqueeze(-1))
     return total
 

@@ -11,27 +11,29 @@ from torch import Tensor
 
 from .errors import FormatError
 from .files import replacing
-from .formats import W4A16
+from .formats import FORMATS, MXFP8, W4A16, Format
 
-_FORMAT_NAME = "chord-w4a16"
+_FILE_FORMAT = "chord-"
 
 
 @dataclass(frozen=True, eq=False)
 class PackedWeight:
-    """An INT4 expert weight [E, N, K], packed.
+    """An expert weight [E, N, K], packed.
 
-    data: uint8 [E, N/64, K/64, 2304], contiguous (see `formats`). `paired`: rows were [gate | up] and are interleaved, so
-    that SwiGLU can be fused; outputs still come as [gate | up].
+    data: uint8, contiguous (see `formats`): INT4 (W4A16) [E, N/64, K/64, 2304], MXFP8 [E, N/16, K/64, 1056]. `paired`: rows were
+    [gate | up] and are interleaved, so that SwiGLU can be fused; outputs still come as [gate | up].
     """
 
     data: Tensor
     paired: bool = False
+    format: Format = W4A16
 
     def __post_init__(self) -> None:
-        if self.data.dtype != torch.uint8 or self.data.ndim != 4 or self.data.shape[-1] != W4A16.tile_bytes:
+        form = self.format
+        if self.data.dtype != torch.uint8 or self.data.ndim != 4 or self.data.shape[-1] != form.tile_bytes:
             raise FormatError(
-                f"a packed weight is uint8 [E, N/64, K/64, {W4A16.tile_bytes}], got {self.data.dtype} {list(self.data.shape)}; "
-                "make one with pack_w4a16"
+                f"a packed weight is uint8 [E, N/{form.tile_rows}, K/{form.tile_k}, {form.tile_bytes}], got {self.data.dtype} "
+                f"{list(self.data.shape)}; make one with pack_{form.name}"
             )
         if not self.data.is_contiguous():
             raise FormatError(f"a packed weight is contiguous, got strides {self.data.stride()}; call .contiguous() on its data")
@@ -43,11 +45,11 @@ class PackedWeight:
     @property
     def n(self) -> int:
         """Output rows N; gate and up rows counted both."""
-        return self.data.shape[1] * W4A16.tile_rows
+        return self.data.shape[1] * self.format.tile_rows
 
     @property
     def k(self) -> int:
-        return self.data.shape[2] * W4A16.tile_k
+        return self.data.shape[2] * self.format.tile_k
 
     @property
     def device(self) -> torch.device:
@@ -58,14 +60,14 @@ class PackedWeight:
         return self.data.numel()
 
     def to(self, device: torch.device | str) -> PackedWeight:
-        return PackedWeight(self.data.to(device), self.paired)
+        return PackedWeight(self.data.to(device), self.paired, self.format)
 
     def unpack_expert(self, expert: int) -> tuple[Tensor, Tensor]:
-        """codes uint8 [N, K], scales BF16 [N, K/32] of one expert, in the row order they had before packing."""
-        return W4A16.unpack_expert(self.data[expert], paired=self.paired)
+        """codes uint8 [N, K], scales BF16 [N, K/32] of one expert (MXFP8: elements and scales uint8), in the row order they had before."""
+        return self.format.unpack_expert(self.data[expert], paired=self.paired)
 
     def unpack(self) -> tuple[Tensor, Tensor]:
-        """codes uint8 [E, N, K] and scales BF16 [E, N, K/32]: the exact inverse of `pack_w4a16`."""
+        """codes and scales of all experts: the exact inverse of packing, but for what `pack_mxfp8` says of NaN."""
         codes, scales = zip(*(self.unpack_expert(e) for e in range(self.experts)), strict=True)
         return torch.stack(codes), torch.stack(scales)
 
@@ -73,7 +75,11 @@ class PackedWeight:
         """Write a safetensors file. It appears whole or not at all."""
         from safetensors.torch import save_file
 
-        metadata = {"format": _FORMAT_NAME, "layout_version": str(W4A16.layout_version), "paired": str(int(self.paired))}
+        metadata = {
+            "format": _FILE_FORMAT + self.format.name,
+            "layout_version": str(self.format.layout_version),
+            "paired": str(int(self.paired)),
+        }
         with replacing(path) as temporary:
             save_file({"data": self.data.cpu()}, temporary, metadata=metadata)
 
@@ -85,14 +91,16 @@ class PackedWeight:
         try:
             with safe_open(path, framework="pt", device=str(device)) as file:
                 metadata = file.metadata() or {}
-                if metadata.get("format") != _FORMAT_NAME:
-                    raise FormatError(f"{path} is not a packed weight (format {metadata.get('format')!r}, wanted {_FORMAT_NAME!r})")
+                form = FORMATS.get(str(metadata.get("format", "")).removeprefix(_FILE_FORMAT))
+                if form is None or metadata["format"] != _FILE_FORMAT + form.name:
+                    known = " or ".join(repr(_FILE_FORMAT + name) for name in FORMATS)
+                    raise FormatError(f"{path} is not a packed weight (format {metadata.get('format')!r}, wanted {known})")
                 version = metadata.get("layout_version")
-                if version != str(W4A16.layout_version):
+                if version != str(form.layout_version):
                     raise FormatError(
-                        f"{path} has layout version {version}, this release reads {W4A16.layout_version}; pack the checkpoint again"
+                        f"{path} has layout version {version}, this release reads {form.layout_version}; pack the checkpoint again"
                     )
-                return cls(file.get_tensor("data"), metadata.get("paired") == "1")
+                return cls(file.get_tensor("data"), metadata.get("paired") == "1", form)
         except SafetensorError as error:
             raise FormatError(f"{path} is not a readable safetensors file: {error}") from error
 
@@ -106,6 +114,8 @@ def empty_w4a16(experts: int, n: int, k: int, *, paired: bool = False, device: t
 
 def pack_expert_into(weight: PackedWeight, expert: int, codes: Tensor, scales: Tensor) -> None:
     """Fill expert `expert` of `weight`. codes: uint8 [N, K] or int32 words [N, K/8]; scales: [N, K/32]; any device."""
+    if weight.format is not W4A16:
+        raise FormatError(f"the weight is {weight.format.name}; pack_expert_into fills INT4 weights")
     n, k = weight.n, weight.k
     wanted = (n, k) if codes.dtype == torch.uint8 else (n, k // 8)
     if codes.dtype not in (torch.uint8, torch.int32) or tuple(codes.shape) != wanted:
@@ -154,3 +164,49 @@ def pack_w4a16_grouped(codes: Tensor, scales: Tensor, *, mode: str = "contiguous
     if mode not in ("contiguous", "masked"):
         raise FormatError(f"mode {mode!r} is not known; give 'contiguous' or 'masked' (both return the same layout)")
     return pack_w4a16(codes, scales, gate_up=gate_up)
+
+
+def pack_mxfp8(elements: Tensor, scales: Tensor, *, gate_up: bool = False) -> PackedWeight:
+    """Pack MXFP8 expert weights for `warp_decode`.
+
+    elements: float8_e4m3fn or uint8 (the same bits) [E, N, K]. scales: uint8 or float8_e8m0fnu [E, N, K/32], 2^(byte - 127); byte 255 is
+    NaN. N % 64 == 0 and K % 64 == 0. gate_up: rows are [gate | up] (gate first; interleaved ones must be converted before). The result is
+    on the elements' device. A group of 32 that holds an element NaN gets the scale NaN: the same outputs, and the one thing that
+    unpacking does not give back. Raises FormatError.
+
+    >>> import torch, chord_kernels as chord
+    >>> elements, scales = chord.quantize_mxfp8(torch.randn(2, 128, 64))
+    >>> weight = chord.pack_mxfp8(elements, scales)
+    >>> weight.n, weight.k, torch.equal(weight.unpack()[0], elements)
+    (128, 64, True)
+    """
+    elements, scales = _bits(elements, "float8_e4m3fn", "elements"), _bits(scales, "float8_e8m0fnu", "scales")
+    if elements.ndim != 3 or scales.ndim != 3:
+        raise FormatError(f"elements {list(elements.shape)} and scales {list(scales.shape)} must be [E, N, K] and [E, N, K/32]")
+    experts, n, k = elements.shape
+    if reason := MXFP8.why_not(n, k, paired=gate_up):
+        raise FormatError(f"cannot pack a weight of N = {n}, K = {k}: {reason}")
+    if tuple(scales.shape) != (experts, n, k // MXFP8.group):
+        raise FormatError(
+            f"scales are {list(scales.shape)}, elements are [{experts}, {n}, {k}]: with group size {MXFP8.group} the scales must be "
+            f"[{experts}, {n}, {k // MXFP8.group}]; a K-sharded weight needs its scales cut along K too"
+        )
+    data = torch.empty(MXFP8.packed_shape(experts, n, k), dtype=torch.uint8, device=elements.device)
+    for expert in range(experts):
+        MXFP8.pack_expert(data[expert], elements[expert], scales[expert].to(elements.device), paired=gate_up)
+    return PackedWeight(data, gate_up, MXFP8)
+
+
+def quantize_mxfp8(values: Tensor, *, rule: str = "ocp") -> tuple[Tensor, Tensor]:
+    """Floats [.., K], K % 32 == 0, to MXFP8 elements uint8 [.., K] and scales uint8 [.., K/32]; rules in `formats.MXFP8.quantize`."""
+    if not values.is_floating_point() or values.ndim < 1 or values.shape[-1] % MXFP8.group:
+        raise FormatError(f"values are {values.dtype} {list(values.shape)}; give floats [.., K] with K a multiple of {MXFP8.group}")
+    return MXFP8.quantize(values, rule=rule)
+
+
+def _bits(tensor: Tensor, name: str, what: str) -> Tensor:
+    if tensor.dtype == torch.uint8:
+        return tensor
+    if tensor.dtype == getattr(torch, name, None):
+        return tensor.view(torch.uint8)
+    raise FormatError(f"{what} are {tensor.dtype}; give {name}, or its bits as uint8")

@@ -18,16 +18,18 @@ CUDA_LAYERS = ("arch", "tile", "schedule", "epilogue", "kernel")
 PYTHON_LAYERS = (
     ("errors", "settings", "files", "progress"),
     ("formats", "kernels"),
+    ("decode_plan",),
     ("plan",),
     ("weights", "rows", "jit.source", "jit.counters"),
     ("checkpoint", "reference", "jit.compiler"),
     ("jit.launch",),
     ("ops",),
+    ("decode",),
     ("layer", "operator"),
     ("integrations",),
     ("bench.timing", "bench.suites"),
     ("bench.humming",),
-    ("bench.report", "bench.small_batch", "bench.layer_run", "doctor"),
+    ("bench.report", "bench.small_batch", "bench.warp_decode", "bench.layer_run", "doctor"),
     ("cli",),
 )
 PYTHON = sorted(SOURCES.rglob("*.py"))

@@ -124,10 +124,18 @@ def _on_cpu(call: Callable[[], Tensor], check: Callable[[], float]) -> tuple[flo
 
 
 def sampled_error(moe: MoELayer, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, dequant: str) -> float:
-    """Relative error of some tokens, first to last, against FP64 of a definition with BF16 SwiGLU and expert outputs."""
+    """Relative error of some tokens, first to last, against FP64 of the layer's definition with its roundings to BF16."""
     picked = torch.linspace(0, x.shape[0] - 1, min(CHECKED_TOKENS, x.shape[0]), device=x.device).long().unique()
     truth = reference.layer(
-        x[picked], moe.gate_up, moe.down, ids[picked], weights[picked], dequant=dequant, dtype=torch.float64, round_hidden=True
+        x[picked],
+        moe.gate_up,
+        moe.down,
+        ids[picked],
+        weights[picked],
+        dequant=dequant,
+        dtype=torch.float64,
+        round_hidden=True,
+        round_products=not moe.warp_decodes(*ids.shape),
     )
     return reference.relative_error(out[picked], truth)
 

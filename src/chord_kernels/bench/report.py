@@ -104,6 +104,8 @@ def table(rows: list[Row], title: str) -> Any:
     for row in rows:
         us = row.get("us", row.get("us_per_layer"))
         name = f"{row['section']} {row['stage']} {row['point']}" if "section" in row else f"{row['case']} {row['tokens']} tokens"
+        if row.get("layer"):
+            name = f"{row['layer']} {name}, {row['routing']}"
         floor, recorded, live = row.get("floor_us"), row.get("recorded_peer_us"), row.get("humming_us")
         shown.add_row(
             name,

@@ -12,9 +12,9 @@ from ..errors import CompileError, UnsupportedError
 from ..kernels import Plan
 from .compiler import cubin
 from .counters import Counters
-from .source import ARGUMENTS, ENTRY
+from .source import ENTRY, arguments
 
-_TYPES = tuple(c_type for _, _, c_type in ARGUMENTS)
+_WHOLE_PERCENT = 100
 _lock = threading.Lock()
 _loaded: dict[tuple[Plan, int], LoadedKernel] = {}
 
@@ -30,18 +30,26 @@ class LoadedKernel:
         Device(device).set_current()
         self._code = ObjectCode.from_cubin(cubin(plan))
         self._kernel = self._code.get_kernel(ENTRY)
-        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        (error,) = driver.cuKernelSetAttribute(attribute, plan.smem_bytes, int(self._kernel.handle), device)
-        if int(error) != 0:
-            raise UnsupportedError(f"{plan.name} needs {plan.smem_bytes} bytes of shared memory, which device {device} refuses: {error}")
+        attribute = driver.CUfunction_attribute
+        for name, value in (
+            (attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, plan.smem_bytes),
+            # All that an SM has, whatever this kernel needs: another split would have to wait until the SM is idle.
+            (attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, _WHOLE_PERCENT),
+        ):
+            (error,) = driver.cuKernelSetAttribute(name, value, int(self._kernel.handle), device)
+            if int(error) != 0:
+                raise UnsupportedError(
+                    f"{plan.name} needs {plan.smem_bytes} bytes of shared memory, which device {device} refuses: {error}"
+                )
         self._counters = Counters() if plan.draws else None
+        self._types = tuple(c_type for _, _, c_type in arguments(plan))
         self._configs: dict[tuple[int, bool], Any] = {}
 
     def counter(self, stream: int, capturing: Callable[[], bool]) -> int:
         """Address of the counter that a launch on this stream draws work from; 0 where the kernel draws none."""
         return 0 if self._counters is None else self._counters.of(stream, capturing=capturing())
 
-    def launch(self, stream: int, grid: int, arguments: tuple[int, ...], *, dependent: bool) -> None:
+    def launch(self, stream: int, grid: int, values: tuple[int, ...], *, dependent: bool) -> None:
         """dependent: programmatic dependent launch; the kernel waits for the one before it by itself."""
         from cuda.core import LaunchConfig, launch
 
@@ -52,7 +60,10 @@ class LoadedKernel:
             )
             self._configs[grid, dependent] = config
         launch(
-            _stream(self._device, stream), config, self._kernel, *(convert(value) for convert, value in zip(_TYPES, arguments, strict=True))
+            _stream(self._device, stream),
+            config,
+            self._kernel,
+            *(convert(value) for convert, value in zip(self._types, values, strict=True)),
         )
 
 

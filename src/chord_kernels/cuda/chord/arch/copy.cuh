@@ -20,4 +20,12 @@ __device__ __forceinline__ void copy_async_16(uint32_t destination, const void* 
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(destination), "l"(source) : "memory");
 }
 
+// This thread's copies so far are a group, also if there are none; wait until at most kGroups later groups are on their way.
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int kGroups>
+__device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
+}
+
 }  // namespace chord

@@ -5,6 +5,7 @@
 namespace chord {
 
 using uint8_t = unsigned char;
+using int16_t = short;
 using int32_t = int;
 using uint32_t = unsigned int;
 using int64_t = long long;

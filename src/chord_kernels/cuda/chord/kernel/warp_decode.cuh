@@ -1,0 +1,250 @@
+// SPDX-License-Identifier: Apache-2.0
+// Warp decode: a MoE layer of up to 64 tokens in two launches, organised by outputs.
+//
+//   warp_gate_up: hidden[pair, i] = silu(gate_i . x[token]) * (up_i . x[token])         pair: a (token, expert) of the routing
+//   warp_down:    out[token, n] = sum over the token's slots of weight * (down_n . hidden[pair])
+//
+// Every CTA finds the same groups of pairs from the router's ids (schedule/decode_groups.cuh), so that a distinct expert is read once
+// for up to eight tokens and nothing is sorted, padded, gathered or scattered by another kernel. Each warp streams its own weights
+// (tile/decode_ring.cuh). Activations stay BF16; sums are FP32.
+//
+// gate_up: a CTA has a run of units, kBlocks blocks of 16 paired rows of a group; its warps share K, and one after the other adds up
+// their parts. down: a CTA has units of kBlocks blocks of 16 outputs for all tokens; its warps take the groups in turn. The order of a
+// sum depends on the shape alone.
+#pragma once
+#include "chord/epilogue/outputs.cuh"
+#include "chord/schedule/decode_groups.cuh"
+#include "chord/tile/decode_ring.cuh"
+
+namespace chord {
+
+template <class Config>
+constexpr int kDecodeWarps = Config::kThreads / kWarpLanes;
+
+template <class Config>
+struct alignas(128) DecodeStorage {
+  uint8_t stages[kDecodeWarps<Config>][Config::kStages][DecodeStage<Config>::kBytes];
+  DecodeGroups<Config> groups;
+};
+
+// A warp's way through its tasks: every task has the same number of stages, and the copies are kStages - 1 stages ahead of the sums.
+// Tasks: valid(), next(), task(), group(), row_of(i).
+template <class Config, class Tasks>
+struct DecodeStream {
+  const DecodeOperands& operands;
+  Tasks ahead;  // of the copies
+  DecodeSource<Config> source;
+  uint32_t ring;  // of this warp
+  int first_k, stages;
+  int lane;
+  int at = 0;  // the stage to be added next
+  bool more;
+
+  __device__ __forceinline__ DecodeStream(DecodeStorage<Config>& storage, const DecodeOperands& o, const Tasks& tasks, int k, int k_tiles, int warp, int l)
+      : operands(o), ahead(tasks), ring(shared_address(storage.stages[warp])), first_k(k), stages(k_tiles / Config::kKTiles), lane(l) {
+    more = stages > 0 && ahead.valid();
+    if (more) aim();
+  }
+
+  __device__ __forceinline__ void aim() {
+    source.aim(ahead.task(), first_k, stages, operands, ahead.group().count, [&](int i) { return ahead.row_of(i); }, lane);
+  }
+
+  // Copies the next stage to place `place`; none is left: nothing.
+  template <bool kWeights, bool kActivations>
+  __device__ __forceinline__ void fill(int place) {
+    if (!more) return;
+    source.template copy<kWeights, kActivations>(ring + place * DecodeStage<Config>::kBytes, operands.activations, lane);
+    if (source.left > 0) return;
+    ahead.next();
+    more = ahead.valid();
+    if (more) aim();
+  }
+
+  // The first stages. What earlier kernels wrote is read only after `wait`; weights are on their way before.
+  template <class Wait>
+  __device__ __forceinline__ void begin(const Wait& wait) {
+    DecodeStream weights(*this);
+#pragma unroll 1
+    for (int place = 0; place < Config::kStages - 1; ++place) weights.template fill<true, false>(place);
+    wait();
+#pragma unroll 1
+    for (int place = 0; place < Config::kStages - 1; ++place) {
+      fill<false, true>(place);
+      copy_async_commit();
+    }
+  }
+
+  // Adds a task's stages, in order.
+  __device__ __forceinline__ void add(DecodeSums<Config>& sums, int rows) {
+#pragma unroll 1
+    for (int stage = 0; stage < stages; ++stage) {
+      copy_async_wait<Config::kStages - 2>();
+      __syncwarp();
+      fill<true, true>(at == 0 ? Config::kStages - 1 : at - 1);  // whose sums are made
+      copy_async_commit();
+      sums.add(ring + at * DecodeStage<Config>::kBytes, rows, lane);
+      at = at + 1 == Config::kStages ? 0 : at + 1;
+    }
+  }
+};
+
+// Units of a CTA, kBlocks blocks each, counted through the groups.
+template <class Config>
+struct GateUpTasks {
+  const DecodeGroups<Config>& groups;
+  int rows;
+  int left;  // units
+  int index, row;
+
+  __device__ __forceinline__ GateUpTasks(const DecodeGroups<Config>& g, int all_rows) : groups(g), rows(all_rows) {
+    const int units = rows / Config::kBlocks;
+    const int64_t total = int64_t{groups.count} * units;
+    const int first = static_cast<int>(total * blockIdx.x / gridDim.x);
+    left = static_cast<int>(total * (blockIdx.x + 1) / gridDim.x) - first;
+    index = first / units, row = first % units * Config::kBlocks;
+  }
+  __device__ __forceinline__ bool valid() const { return left > 0; }
+  __device__ __forceinline__ void next() {
+    --left, row += Config::kBlocks;
+    if (row == rows) row = 0, ++index;
+  }
+  __device__ __forceinline__ const DecodeGroup<Config::kTokens>& group() const { return groups.groups[index]; }
+  __device__ __forceinline__ DecodeTask task() const { return {group().expert, row}; }
+  __device__ __forceinline__ int row_of(int i) const { return group().tokens[i]; }
+};
+
+template <class Config>
+__device__ __forceinline__ void warp_gate_up(const DecodeOperands& operands, const DecodeRouting& routing) {
+  extern __shared__ __align__(128) uint8_t shared_memory[];
+  constexpr int kWarps = kDecodeWarps<Config>;
+  struct Storage {
+    DecodeStorage<Config> common;
+    float4 parts[2][kWarps][Config::kBlocks][kWarpLanes];
+  };
+  static_assert(sizeof(Storage) <= Config::kSmemBytes, "plan and kernel disagree");
+  auto& storage = *reinterpret_cast<Storage*>(shared_memory);
+  const int lane = warp_lane(), warp = __shfl_sync(kFullMask, threadIdx.x / kWarpLanes, 0);
+
+  storage.common.groups.begin(routing);
+  grid_dependency_wait();  // ids and x
+  grid_launch_dependents();
+  storage.common.groups.find(routing);
+
+  const int stages = operands.k_tiles / Config::kKTiles;
+  const int first_k = stages * warp / kWarps * Config::kKTiles, k_tiles = stages * (warp + 1) / kWarps * Config::kKTiles - first_k;
+  GateUpTasks<Config> tasks(storage.common.groups, operands.rows);
+  DecodeStream<Config, GateUpTasks<Config>> stream(storage.common, operands, tasks, first_k, k_tiles, warp, lane);
+  stream.begin([] {});
+
+  for (int turn = 0; tasks.valid(); tasks.next(), ++turn) {
+    const auto& group = tasks.group();
+    DecodeSums<Config> sums;
+    sums.clear();
+    stream.add(sums, group.count);
+#pragma unroll
+    for (int block = 0; block < Config::kBlocks; ++block)
+      storage.parts[turn % 2][warp][block][lane] = {sums.value(block, 0), sums.value(block, 1), sums.value(block, 2), sums.value(block, 3)};
+    __syncthreads();
+#pragma unroll
+    for (int block = 0; block < Config::kBlocks; ++block) {
+      if ((turn * Config::kBlocks + block) % kWarps != warp) continue;
+      float total[4] = {};
+#pragma unroll
+      for (int part = 0; part < kWarps; ++part) {
+        const float4 value = storage.parts[turn % 2][part][block][lane];
+        total[0] += value.x, total[1] += value.y, total[2] += value.z, total[3] += value.w;
+      }
+      // Rows g are gate rows, g + 8 their up rows.
+      const int neuron = (tasks.row + block) * 8 + lane / 4, neurons = operands.rows * 8;
+      const uint32_t pair = round_bf16x2(silu(total[0]) * total[2], silu(total[1]) * total[3]);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int token = lane % 4 * 2 + i;
+        if (token < group.count)
+          *reinterpret_cast<int16_t*>(operands.outputs + (int64_t{group.first_pair + token} * neurons + neuron) * 2) =
+              static_cast<int16_t>(pair >> i * 16);
+      }
+    }
+  }
+}
+
+// A warp's groups, every kDecodeWarps-th, for each of a CTA's units [unit, end) of kBlocks blocks.
+template <class Config>
+struct DownTasks {
+  const DecodeGroups<Config>& groups;
+  int warp;
+  int unit, end, index;
+
+  __device__ __forceinline__ DownTasks(const DecodeGroups<Config>& g, int rows, int w) : groups(g), warp(w), index(w) {
+    const int64_t units = rows / Config::kBlocks;
+    unit = static_cast<int>(units * blockIdx.x / gridDim.x), end = static_cast<int>(units * (blockIdx.x + 1) / gridDim.x);
+  }
+  __device__ __forceinline__ bool valid() const { return unit < end && warp < groups.count; }
+  __device__ __forceinline__ void next() {
+    index += kDecodeWarps<Config>;
+    if (index >= groups.count) index = warp, ++unit;
+  }
+  __device__ __forceinline__ const DecodeGroup<Config::kTokens>& group() const { return groups.groups[index]; }
+  __device__ __forceinline__ DecodeTask task() const { return {group().expert, unit * Config::kBlocks}; }
+  __device__ __forceinline__ int row_of(int i) const { return group().first_pair + i; }
+};
+
+template <class Config>
+__device__ __forceinline__ void warp_down(const DecodeOperands& operands, const DecodeRouting& routing) {
+  extern __shared__ __align__(128) uint8_t shared_memory[];
+  constexpr int kUnitRows = Config::kBlocks * 16;
+  struct Storage {
+    DecodeStorage<Config> common;
+    float weights[Config::kMostPairs];
+    float products[Config::kMostPairs][kUnitRows];  // of every pair, with the rows of a unit
+  };
+  static_assert(sizeof(Storage) <= Config::kSmemBytes, "plan and kernel disagree");
+  auto& storage = *reinterpret_cast<Storage*>(shared_memory);
+  const int lane = warp_lane(), warp = __shfl_sync(kFullMask, threadIdx.x / kWarpLanes, 0);
+
+  // warp_gate_up, which lets this kernel start, has waited for what wrote the routing.
+  storage.common.groups.begin(routing);
+  storage.common.groups.find(routing);
+  for (int slot = threadIdx.x; slot < routing.tokens * routing.top_k; slot += Config::kThreads) storage.weights[slot] = routing.weights[slot];
+
+  DownTasks<Config> tasks(storage.common.groups, operands.rows, warp);
+  const int first_unit = tasks.unit, last_unit = tasks.end;
+  DecodeStream<Config, DownTasks<Config>> stream(storage.common, operands, tasks, 0, operands.k_tiles, warp, lane);
+  stream.begin([] {
+    grid_dependency_wait();
+    grid_launch_dependents();
+  });
+
+  for (int unit = first_unit; unit < last_unit; ++unit) {
+    for (; tasks.valid() && tasks.unit == unit; tasks.next()) {
+      const auto& group = tasks.group();
+      DecodeSums<Config> sums;
+      sums.clear();
+      stream.add(sums, group.count);
+#pragma unroll
+      for (int block = 0; block < Config::kBlocks; ++block)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          const int token = lane % 4 * 2 + c % 2;
+          if (token < group.count) storage.products[group.first_pair + token][block * 16 + c / 2 * 8 + lane / 4] = sums.value(block, c);
+        }
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < routing.tokens * (kUnitRows / 2); i += Config::kThreads) {
+      const int token = i / (kUnitRows / 2), row = i % (kUnitRows / 2) * 2;
+      float total[2] = {};
+      for (int slot = token * routing.top_k; slot < (token + 1) * routing.top_k; ++slot) {
+        const int pair = storage.common.groups.pair_of[slot];
+        if (pair < 0) continue;
+#pragma unroll
+        for (int j = 0; j < 2; ++j) total[j] = fmaf(storage.weights[slot], storage.products[pair][row + j], total[j]);
+      }
+      *reinterpret_cast<uint32_t*>(operands.outputs + ((int64_t{token} * operands.rows + unit * Config::kBlocks) * 16 + row) * 2) =
+          round_bf16x2(total[0], total[1]);
+    }
+    __syncthreads();
+  }
+}
+
+}  // namespace chord

@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: Apache-2.0
+// From router ids to work for warp decode: every CTA finds the same groups, each an expert and up to kTokens of the tokens that chose
+// it, without a sort, a padding or a kernel of its own.
+//
+// Pairs (token, expert) have dense numbers: experts in order, their tokens in order. A token that names an expert twice is one pair.
+#pragma once
+#include "chord/arch/barrier.cuh"
+#include "chord/arch/grid.cuh"
+#include "chord/arch/types.cuh"
+
+namespace chord {
+
+struct DecodeRouting {
+  const int32_t* ids;         // [tokens, top_k]; negative, too large or not in expert_map: nothing
+  const int32_t* expert_map;  // [map_size] a global id's local expert or -1; null: ids are local
+  const float* weights;       // [tokens, top_k]
+  int32_t tokens;
+  int32_t top_k;
+  int32_t experts;   // local
+  int32_t map_size;  // ids below this are known
+
+  __device__ __forceinline__ int expert(int slot) const {
+    const int id = ids[slot];
+    if (static_cast<uint32_t>(id) >= static_cast<uint32_t>(map_size)) return -1;
+    const int local = expert_map ? expert_map[id] : id;
+    return static_cast<uint32_t>(local) < static_cast<uint32_t>(experts) ? local : -1;
+  }
+};
+
+template <int kTokens>
+struct DecodeGroup {
+  uint8_t tokens[8];   // the first kTokens count
+  int16_t expert;
+  int16_t first_pair;  // of tokens[0]; those of the others follow
+  int32_t count;       // of tokens, 1 to kTokens
+};
+static_assert(sizeof(DecodeGroup<8>) == 16);
+
+template <class Config>
+struct DecodeGroups {
+  static constexpr int kPairs = Config::kMostPairs;
+  uint64_t tokens_of[Config::kMostExperts];  // a bit each, up to 64
+  int16_t first_pair_of[Config::kMostExperts];
+  int16_t pair_of[kPairs];  // of a slot; -1: none
+  DecodeGroup<Config::kTokens> groups[kPairs];
+  int32_t totals[Config::kThreads / kWarpLanes];
+  uint32_t chosen[kWarpLanes];  // experts that have tokens, a bit each
+  int32_t count;
+
+  // All threads of the CTA call begin(), which reads nothing that an earlier kernel wrote, and find().
+  __device__ __forceinline__ void begin(const DecodeRouting& routing) {
+    for (int expert = threadIdx.x; expert < routing.experts; expert += Config::kThreads) tokens_of[expert] = 0;
+    if (threadIdx.x < kWarpLanes) chosen[threadIdx.x] = 0;
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ void find(const DecodeRouting& routing) {
+    if (Config::kBatch <= Config::kTokens && routing.tokens * routing.top_k <= kWarpLanes) {
+      if (threadIdx.x < kWarpLanes) find_by_warp(routing, threadIdx.x);
+      __syncthreads();
+    } else {
+      find_by_all(routing);
+    }
+  }
+
+ private:
+  // Few slots, one a lane, and no expert with more than one group. Lanes of one expert, or of one pair, write the same.
+  __device__ __forceinline__ void find_by_warp(const DecodeRouting& routing, int lane) {
+    static_assert(Config::kMostExperts <= kWarpLanes * kWarpLanes);
+    const bool used = lane < routing.tokens * routing.top_k;
+    const int expert = used ? routing.expert(lane) : -1, token = lane / routing.top_k;
+    if (expert >= 0) {
+      atomicOr(reinterpret_cast<uint32_t*>(&tokens_of[expert]), 1u << token);
+      atomicOr(&chosen[expert / kWarpLanes], 1u << expert % kWarpLanes);
+    }
+    __syncwarp();
+    const int mine = __popc(chosen[lane]), through = sum_through(mine, lane);  // experts of 32, and of all up to these
+    const int known = max(expert, 0);
+    const int index = __shfl_sync(kFullMask, through - mine, known / kWarpLanes) + __popc(chosen[known / kWarpLanes] & ((1u << known % kWarpLanes) - 1));
+    const uint32_t tokens = static_cast<uint32_t>(tokens_of[known]);
+    const int position = __popc(tokens & ((1u << token) - 1));
+    if (expert >= 0) {
+      groups[index].tokens[position] = static_cast<uint8_t>(token);
+      groups[index].expert = static_cast<int16_t>(expert);
+      groups[index].count = __popc(tokens);
+    }
+    if (lane == kWarpLanes - 1) count = through;
+    __syncwarp();
+    const int pairs = lane < count ? groups[lane].count : 0, first_pair = sum_through(pairs, lane) - pairs;
+    if (lane < count) groups[lane].first_pair = static_cast<int16_t>(first_pair);
+    const int pair = __shfl_sync(kFullMask, first_pair, index) + position;
+    if (used) pair_of[lane] = static_cast<int16_t>(expert < 0 ? -1 : pair);
+  }
+
+  __device__ __forceinline__ static int sum_through(int value, int lane) {
+#pragma unroll
+    for (int step = 1; step < kWarpLanes; step *= 2) {
+      const int before = __shfl_up_sync(kFullMask, value, step);
+      if (lane >= step) value += before;
+    }
+    return value;
+  }
+
+  __device__ __forceinline__ void find_by_all(const DecodeRouting& routing) {
+    const int thread = threadIdx.x, slots = routing.tokens * routing.top_k;
+    const int share = (routing.experts + Config::kThreads - 1) / Config::kThreads;  // experts a thread
+    const int first = min(thread * share, routing.experts), last = min(first + share, routing.experts);
+    for (int slot = thread; slot < slots; slot += Config::kThreads) {
+      const int expert = routing.expert(slot), token = slot / routing.top_k;
+      if (expert >= 0) atomicOr(reinterpret_cast<uint32_t*>(&tokens_of[expert]) + token / 32, 1u << token % 32);
+      pair_of[slot] = static_cast<int16_t>(expert);
+    }
+    __syncthreads();
+    int own = 0;  // pairs in the low half, groups in the high half
+    for (int expert = first; expert < last; ++expert) own += load(expert);
+    int before = sum_through(own, warp_lane());
+    if (warp_lane() == kWarpLanes - 1) totals[thread / kWarpLanes] = before;
+    before -= own;
+    __syncthreads();
+#pragma unroll
+    for (int warp = 0; warp < Config::kThreads / kWarpLanes; ++warp)
+      if (warp < thread / kWarpLanes) before += totals[warp];
+    if (thread == Config::kThreads - 1) count = (before + own) >> 16;
+    for (int expert = first; expert < last; ++expert) {
+      first_pair_of[expert] = static_cast<int16_t>(before & 0xFFFF);
+      list(expert, before & 0xFFFF, before >> 16);
+      before += load(expert);
+    }
+    __syncthreads();
+    for (int slot = thread; slot < slots; slot += Config::kThreads) {
+      const int expert = pair_of[slot], token = slot / routing.top_k;
+      if (expert >= 0) pair_of[slot] = static_cast<int16_t>(first_pair_of[expert] + __popcll(tokens_of[expert] & ((uint64_t{1} << token) - 1)));
+    }
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ int load(int expert) const {
+    const int pairs = __popcll(tokens_of[expert]);
+    return pairs | (pairs + Config::kTokens - 1) / Config::kTokens << 16;
+  }
+  __device__ __forceinline__ void list(int expert, int pair, int group) {
+    int position = 0;
+    for (uint64_t left = tokens_of[expert]; left; left &= left - 1, ++position) {
+      DecodeGroup<Config::kTokens>& into = groups[group + position / Config::kTokens];
+      into.tokens[position % Config::kTokens] = static_cast<uint8_t>(__ffsll(left) - 1);
+      into.expert = static_cast<int16_t>(expert);
+      into.first_pair = static_cast<int16_t>(pair + position / Config::kTokens * Config::kTokens);
+      into.count = position % Config::kTokens + 1;
+    }
+  }
+};
+
+}  // namespace chord

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Warp decode: a whole MoE layer of up to 64 tokens in two launches, organised by outputs (kernel/warp_decode.cuh)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .decode_plan import warp_decode_plan, why_not_warp_decode
+from .errors import FormatError, UnsupportedError
+from .formats import FORMATS
+from .ops import device_arch
+from .ops import library as _library
+from .weights import PackedWeight
+
+_library.define(
+    "warp_decode(Tensor x, Tensor gate_up, Tensor down, str format, Tensor topk_ids, Tensor topk_weights, Tensor? expert_map, "
+    "Tensor(a!) out) -> ()"
+)
+
+
+def warp_decode(
+    x: Tensor,
+    gate_up: PackedWeight,
+    down: PackedWeight,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    *,
+    out: Tensor | None = None,
+    expert_map: Tensor | None = None,
+) -> Tensor:
+    """out[t] = sum over slots of topk_weights[t, s] * down(silu(gate(x[t])) * up(x[t])) with the experts topk_ids[t, s].
+
+    x: BF16 [B, H], B from 0 to 64. gate_up: [E, 2I, H] packed with gate_up=True; down: [E, H, I]; both INT4 or both MXFP8, E up to 1024,
+    H and I multiples of 64. topk_ids: int32, int64 or uint32 [B, top_k], top_k from 1 to 16; ids that are negative, too large or remote
+    add exactly 0, an expert named twice counts twice. topk_weights: float32, bfloat16 or float16 [B, top_k], used in FP32. expert_map:
+    int32 [global experts], a global id's local expert or -1. out: BF16 [B, H].
+
+    Numerics: activations stay BF16, no weight is rounded, every sum is FP32; silu(gate) * up is rounded to BF16 once, the output once.
+    A token's output is bitwise the same alone and among others of one batch bucket (1, 2, 4, 8, 16, 32, 64 tokens). CUDA-graph capturable,
+    nothing is read back. Both launches are programmatic dependent ones. Raises FormatError, UnsupportedError, CompileError.
+
+    >>> import torch, chord_kernels as chord
+    >>> gate_up = chord.pack_mxfp8(*chord.quantize_mxfp8(torch.randn(4, 256, 64)), gate_up=True)
+    >>> down = chord.pack_mxfp8(*chord.quantize_mxfp8(torch.randn(4, 64, 128)))
+    >>> x = torch.randn(2, 64, dtype=torch.bfloat16)
+    >>> chord.warp_decode(x, gate_up, down, torch.tensor([[0, 3], [3, 1]]), torch.rand(2, 2)).shape
+    torch.Size([2, 64])
+    """
+    tokens = _check(x, gate_up, down, topk_ids, topk_weights, out, expert_map)
+    if out is None:
+        out = torch.empty_like(x)
+    if tokens:
+        known = gate_up.experts if expert_map is None else expert_map.numel()
+        _ops.warp_decode(
+            x, gate_up.data, down.data, gate_up.format.name, _ids(topk_ids, known), topk_weights.to(torch.float32).contiguous(),
+            expert_map, out,
+        )  # fmt: skip
+    return out
+
+
+def why_not_here(gate_up: PackedWeight, down: PackedWeight, tokens: int, top_k: int) -> str | None:
+    """Why warp decode cannot run on the weights' device; None where it can. CPU takes what some GPU would."""
+    device = gate_up.device
+    arch = device_arch(device.index)[0] if device.type == "cuda" else "sm_90a"
+    if device.type not in ("cuda", "cpu"):
+        return f"device {device} has no kernels; use CUDA or CPU tensors"
+    return why_not_warp_decode(arch, gate_up.format.name, tokens, top_k, gate_up.experts, gate_up.k, down.k)
+
+
+def _check(
+    x: Tensor, gate_up: PackedWeight, down: PackedWeight, ids: Tensor, weights: Tensor, out: Tensor | None, expert_map: Tensor | None
+) -> int:
+    """Checks that need no device; returns the number of tokens."""
+    if gate_up.format is not down.format or not gate_up.paired or down.paired:
+        raise FormatError("gate_up and down have one format, gate_up is packed with gate_up=True and down without it")
+    if (down.experts, down.n, 2 * down.k) != (gate_up.experts, gate_up.k, gate_up.n):
+        raise FormatError(
+            f"gate_up is [{gate_up.experts}, {gate_up.n}, {gate_up.k}], down is [{down.experts}, {down.n}, {down.k}]; "
+            "for gate_up [E, 2I, H] down is [E, H, I]"
+        )
+    if x.dtype != torch.bfloat16 or x.ndim != 2 or x.shape[1] != gate_up.k or not x.is_contiguous():
+        raise FormatError(f"x is {x.dtype} {list(x.shape)}, strides {x.stride()}; give contiguous bfloat16 [B, {gate_up.k}]")
+    if ids.ndim != 2 or ids.shape != weights.shape or ids.shape[0] != x.shape[0]:
+        raise FormatError(f"topk_ids is {list(ids.shape)}, topk_weights {list(weights.shape)}; both are [B, top_k] with B = {x.shape[0]}")
+    if ids.dtype not in (torch.int32, torch.int64, torch.uint32):
+        raise FormatError(f"topk_ids is {ids.dtype}; give int32 (or int64, uint32)")
+    if weights.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise FormatError(f"topk_weights is {weights.dtype}; give float32 (or bfloat16, float16)")
+    if out is not None and (out.shape != x.shape or out.dtype != x.dtype or not out.is_contiguous()):
+        raise FormatError(f"out is {out.dtype} {list(out.shape)}, strides {out.stride()}; give contiguous {x.dtype} {list(x.shape)}")
+    if expert_map is not None and (expert_map.dtype != torch.int32 or expert_map.ndim != 1 or not expert_map.is_contiguous()):
+        raise FormatError(f"expert_map is {expert_map.dtype} {list(expert_map.shape)}; give contiguous int32 [global experts]")
+    tensors = [t for t in (gate_up.data, down.data, ids, weights, out, expert_map) if t is not None]
+    if any(t.device != x.device for t in tensors):
+        raise FormatError(f"x is on {x.device}, other tensors on {sorted({str(t.device) for t in tensors})}; put all on one device")
+    if reason := why_not_here(gate_up, down, *ids.shape):
+        raise UnsupportedError(reason)
+    return ids.shape[0]
+
+
+def _ids(ids: Tensor, known: int) -> Tensor:
+    """As int32; what does not fit becomes -1, which is nobody's id either."""
+    if ids.dtype == torch.uint32:
+        ids = ids.to(torch.int64)
+    if ids.dtype == torch.int64:
+        ids = torch.where((ids >= 0) & (ids < known), ids, -1).to(torch.int32)
+    return ids.contiguous()
+
+
+def _warp_decode_cuda(
+    x: Tensor, gate_up: Tensor, down: Tensor, format_name: str, ids: Tensor, weights: Tensor, expert_map: Tensor | None, out: Tensor
+) -> None:
+    from .jit.launch import load
+
+    arch, sm_count = device_arch(x.device.index)
+    form = FORMATS[format_name]
+    tokens, top_k = ids.shape
+    experts, intermediate = down.shape[0], down.shape[2] * form.tile_k
+    hidden = x.new_empty((tokens * top_k, intermediate))  # of the pairs (token, expert), experts in order
+    index = x.device.index
+    with torch.cuda.device(index):
+        stream = torch.cuda.current_stream(index).cuda_stream
+        routing = (ids.data_ptr(), 0 if expert_map is None else expert_map.data_ptr(), weights.data_ptr())
+        for product, source, weight, target in (("gate_up", x, gate_up, hidden), ("down", hidden, down, out)):
+            rows, k_tiles = weight.shape[1] * form.tile_rows // 16, weight.shape[2]
+            plan = warp_decode_plan(
+                product,
+                format_name,
+                arch=arch,
+                sm_count=sm_count,
+                tokens=tokens,
+                top_k=top_k,
+                experts=experts,
+                hidden=x.shape[1],
+                intermediate=intermediate,
+            )
+            addresses = (source.data_ptr(), weight.data_ptr(), target.data_ptr(), *routing)
+            scalars = (rows, k_tiles, tokens, top_k, experts, experts if expert_map is None else expert_map.numel())
+            grid = sm_count if product == "gate_up" else min(sm_count, rows // plan.blocks)
+            kernel = load(plan, index, capturing=torch.cuda.is_current_stream_capturing)
+            kernel.launch(stream, grid, addresses + scalars, dependent=True)
+
+
+def _warp_decode_cpu(
+    x: Tensor, gate_up: Tensor, down: Tensor, format_name: str, ids: Tensor, weights: Tensor, expert_map: Tensor | None, out: Tensor
+) -> None:
+    form, experts = FORMATS[format_name], down.shape[0]
+    known = experts if expert_map is None else expert_map.numel()
+    local = torch.where((ids >= 0) & (ids < known), ids, -1)
+    if expert_map is not None:
+        local = torch.where(local >= 0, expert_map[local.clamp(min=0).long()], -1)
+    packed = PackedWeight(gate_up, True, form), PackedWeight(down, False, form)
+    out.copy_(reference.layer(x, *packed, local, weights, round_hidden=True, round_products=False))
+
+
+_library.impl("warp_decode", _warp_decode_cuda, "CUDA")
+_library.impl("warp_decode", _warp_decode_cpu, "CPU")
+torch.library.register_fake("chord_kernels::warp_decode", lambda *args: None, lib=_library)
+
+_ops = torch.ops.chord_kernels
