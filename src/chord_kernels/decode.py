@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .decode_plan import warp_decode_plan, why_not_warp_decode
+from .decode_plan import WARP_DECODE_PRODUCTS, warp_decode_plan, why_not_warp_decode
 from .errors import FormatError, UnsupportedError
 from .formats import FORMATS
 from .ops import device_arch
@@ -123,24 +123,19 @@ def _warp_decode_cuda(
     with torch.cuda.device(index):
         stream = torch.cuda.current_stream(index).cuda_stream
         routing = (ids.data_ptr(), 0 if expert_map is None else expert_map.data_ptr(), weights.data_ptr())
-        for product, source, weight, target in (("gate_up", x, gate_up, hidden), ("down", hidden, down, out)):
-            rows, k_tiles = weight.shape[1] * form.tile_rows // 16, weight.shape[2]
-            plan = warp_decode_plan(
-                product,
-                format_name,
-                arch=arch,
-                sm_count=sm_count,
-                tokens=tokens,
-                top_k=top_k,
-                experts=experts,
-                hidden=x.shape[1],
-                intermediate=intermediate,
-            )
+        counts = (tokens, top_k, experts, experts if expert_map is None else expert_map.numel())
+        sizes = {"tokens": tokens, "top_k": top_k, "experts": experts, "hidden": x.shape[1], "intermediate": intermediate}
+        first, second = (warp_decode_plan(product, format_name, arch=arch, sm_count=sm_count, **sizes) for product in WARP_DECODE_PRODUCTS)
+        down_shape = (down.shape[1] * form.tile_rows // 16, down.shape[2])  # 16-row blocks, k-tiles
+        down_grid = min(sm_count, down_shape[0] // second.blocks)
+        for plan, source, weight, target, grid, following in (
+            (first, x, gate_up, hidden, sm_count, (down.data_ptr(), *down_shape, second.blocks, down_grid)),
+            (second, hidden, down, out, down_grid, (0, 0, 0, 1, 0)),
+        ):
             addresses = (source.data_ptr(), weight.data_ptr(), target.data_ptr(), *routing)
-            scalars = (rows, k_tiles, tokens, top_k, experts, experts if expert_map is None else expert_map.numel())
-            grid = sm_count if product == "gate_up" else min(sm_count, rows // plan.blocks)
+            shape = (weight.shape[1] * form.tile_rows // 16, weight.shape[2])
             kernel = load(plan, index, capturing=torch.cuda.is_current_stream_capturing)
-            kernel.launch(stream, grid, addresses + scalars, dependent=True)
+            kernel.launch(stream, grid, addresses + shape + counts + following, dependent=True)
 
 
 def _warp_decode_cpu(

@@ -171,13 +171,16 @@ def test_7_a_boundary_off_the_alignment_is_refused_on_request_and_never_hangs() 
         chord.contiguous(x, weight, ContiguousRows(m_indices), validate=True)
 
 
-def test_8_padding_rows_of_a_graph_do_not_leak() -> None:
+@pytest.mark.parametrize("top_k", [2, 3])
+def test_8_padding_rows_of_a_graph_do_not_leak(top_k: int) -> None:
+    """top_k 2 goes to warp decode, 3 to the aligned blocks."""
     layer = small_layer()
+    assert layer.warp_decodes(16, top_k) == (top_k == 2)
     x = torch.randn((16, 256), device="cuda").to(torch.bfloat16)
-    ids, weights = random_ids(16, 6, 3, device="cuda"), torch.rand((16, 3), device="cuda")
-    clean = layer(x[:10], ids[:10], weights[:10])
+    ids, weights = random_ids(16, 6, top_k, device="cuda"), torch.rand((16, top_k), device="cuda")
+    clean = layer(x, ids, weights)[:10]
     x[10:] = float("nan")
-    ids[10:] = torch.tensor([6, 2**31 - 1, -5], dtype=torch.int32, device="cuda")
+    ids[10:] = torch.tensor([6, 2**31 - 1, -5], dtype=torch.int32, device="cuda")[:top_k]
     assert torch.equal(layer(x, ids, weights)[:10], clean)
 
 

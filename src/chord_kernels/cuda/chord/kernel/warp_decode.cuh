@@ -89,6 +89,13 @@ struct DecodeStream {
   }
 };
 
+// Units [first, last) of `total` that CTA `cta` of `ctas` has.
+struct DecodeUnits {
+  int first, last;
+  __device__ __forceinline__ DecodeUnits(int64_t total, int cta, int ctas)
+      : first(static_cast<int>(total * cta / ctas)), last(static_cast<int>(total * (cta + 1) / ctas)) {}
+};
+
 // Units of a CTA, kBlocks blocks each, counted through the groups.
 template <class Config>
 struct GateUpTasks {
@@ -99,10 +106,9 @@ struct GateUpTasks {
 
   __device__ __forceinline__ GateUpTasks(const DecodeGroups<Config>& g, int all_rows) : groups(g), rows(all_rows) {
     const int units = rows / Config::kBlocks;
-    const int64_t total = int64_t{groups.count} * units;
-    const int first = static_cast<int>(total * blockIdx.x / gridDim.x);
-    left = static_cast<int>(total * (blockIdx.x + 1) / gridDim.x) - first;
-    index = first / units, row = first % units * Config::kBlocks;
+    const DecodeUnits mine(int64_t{groups.count} * units, blockIdx.x, gridDim.x);
+    left = mine.last - mine.first;
+    index = mine.first / units, row = mine.first % units * Config::kBlocks;
   }
   __device__ __forceinline__ bool valid() const { return left > 0; }
   __device__ __forceinline__ void next() {
@@ -114,8 +120,21 @@ struct GateUpTasks {
   __device__ __forceinline__ int row_of(int i) const { return group().tokens[i]; }
 };
 
+// Asks for the weights that the CTA of this number in warp_down reads first to be in L2, while memory is idle: until that kernel has its
+// first copies on their way. The task of each of its warps is a run of memory: of a block (MXFP8), or of a tile (INT4).
 template <class Config>
-__device__ __forceinline__ void warp_gate_up(const DecodeOperands& operands, const DecodeRouting& routing) {
+__device__ __forceinline__ void prefetch_down(const DecodeNext& next, const DecodeGroups<Config>& groups, int warp, int lane) {
+  using Block = DecodeBlock<Config::kFormat>;
+  constexpr int kBytes = 16 << 10;  // a warp
+  const DecodeUnits units(next.rows / next.blocks, blockIdx.x, next.ctas);
+  const int index = warp + lane * kDecodeWarps<Config>, run = next.k_tiles * Block::kKStride;
+  if (static_cast<int>(blockIdx.x) >= next.ctas || units.first >= units.last || index >= groups.count || lane * run >= kBytes) return;
+  const int row = units.first * next.blocks / Block::kRunBlocks * Block::kRunBlocks;
+  prefetch_bulk(next.weights + Block::offset(groups.groups[index].expert, row, next.rows, next.k_tiles), min(run, kBytes - lane * run));
+}
+
+template <class Config>
+__device__ __forceinline__ void warp_gate_up(const DecodeOperands& operands, const DecodeRouting& routing, const DecodeNext& next) {
   extern __shared__ __align__(128) uint8_t shared_memory[];
   constexpr int kWarps = kDecodeWarps<Config>;
   struct Storage {
@@ -167,6 +186,7 @@ __device__ __forceinline__ void warp_gate_up(const DecodeOperands& operands, con
       }
     }
   }
+  prefetch_down<Config>(next, storage.common.groups, warp, lane);
 }
 
 // A warp's groups, every kDecodeWarps-th, for each of a CTA's units [unit, end) of kBlocks blocks.
@@ -177,8 +197,8 @@ struct DownTasks {
   int unit, end, index;
 
   __device__ __forceinline__ DownTasks(const DecodeGroups<Config>& g, int rows, int w) : groups(g), warp(w), index(w) {
-    const int64_t units = rows / Config::kBlocks;
-    unit = static_cast<int>(units * blockIdx.x / gridDim.x), end = static_cast<int>(units * (blockIdx.x + 1) / gridDim.x);
+    const DecodeUnits mine(rows / Config::kBlocks, blockIdx.x, gridDim.x);
+    unit = mine.first, end = mine.last;
   }
   __device__ __forceinline__ bool valid() const { return unit < end && warp < groups.count; }
   __device__ __forceinline__ void next() {
@@ -191,7 +211,7 @@ struct DownTasks {
 };
 
 template <class Config>
-__device__ __forceinline__ void warp_down(const DecodeOperands& operands, const DecodeRouting& routing) {
+__device__ __forceinline__ void warp_down(const DecodeOperands& operands, const DecodeRouting& routing, const DecodeNext&) {
   extern __shared__ __align__(128) uint8_t shared_memory[];
   constexpr int kUnitRows = Config::kBlocks * 16;
   struct Storage {
