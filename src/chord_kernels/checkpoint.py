@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reader of compressed-tensors `pack-quantized` INT4 checkpoints (Kimi K2.x and alike).
+"""Reader of checkpoints with INT4 or MXFP8 experts.
 
-Names and shapes: `...layers.{layer}....experts.{e}.{gate,up,down}_proj.` + `weight_packed` int32 [N, K/8] (nibble j of a word is
-k = 8 * word + j, value = nibble - 8), `weight_scale` [N, K/32], `weight_shape` [2] (optional). Config and tensors are checked
-before the first byte is packed; what is not supported is refused with the field and its value.
+Names and shapes: `...layers.{layer}....experts.{e}.{gate,up,down}_proj.` +
+
+- INT4 (compressed-tensors `pack-quantized`: Kimi K2.x and alike): `weight_packed` int32 [N, K/8] (nibble j of a word is k = 8 * word + j,
+  value = nibble - 8), `weight_scale` [N, K/32], `weight_shape` [2] (optional).
+- MXFP8 (compressed-tensors `mxfp8-quantized`, ModelOpt, `quant_method` mxfp8): `weight` E4M3 [N, K], `weight_scale` (or
+  `weight_scale_inv`) E8M0 [N, K/32]. Stacked or interleaved gate/up tensors have other names and must be converted before.
+
+Config and tensors are checked before the first byte is packed; what is not supported is refused with the field and its value.
 """
 
 from __future__ import annotations
@@ -20,15 +25,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .checkpoint_formats import INT4, MX8, Stored, stored_of
 from .errors import CheckpointError
 from .formats import W4A16
 from .progress import progress
-from .weights import PackedWeight, empty_w4a16, pack_expert_into
+from .weights import PackedWeight, empty_weight, pack_expert_into
 
 _NAME = re.compile(r"^(?P<root>.*?layers\.(?P<layer>\d+)\..*experts)\.(?P<expert>\d+)\.(?P<proj>gate|up|down)_proj\.(?P<tensor>\w+)$")
 _PROJECTIONS = ("gate", "up", "down")
-_SUPPORTED = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": W4A16.group}
-_ACTORDER = (None, False, "static", "weight")  # orders that leave columns where they are
 
 
 @dataclass(frozen=True)
@@ -58,11 +62,14 @@ class Checkpoint:
         config = self._read_json("config.json")
         self.config: dict[str, Any] = config
         self._files = self._index()
-        self._layers = self._group_names()
-        if not self._layers:
-            raise CheckpointError(f"{self.path} has no tensors named ...layers.N....experts.E.(gate|up|down)_proj.weight_packed")
-        root = next(iter(self._layers.values()))
-        _check_config(config, module=f"{root}.0.gate_proj")
+        roots = self._group_names((INT4.weight, MX8.weight))
+        if not roots:
+            raise CheckpointError(
+                f"{self.path} has no tensors named ...layers.N....experts.E.(gate|up|down)_proj.({INT4.weight}|{MX8.weight})"
+            )
+        beside = self._read_json("hf_quant_config.json") if (self.path / "hf_quant_config.json").exists() else {}
+        self.stored: Stored = stored_of(config, beside, module=f"{next(iter(roots.values()))}.0.gate_proj")
+        self._layers = self._group_names((self.stored.weight,))
 
     # -- what is there ----------------------------------------------------------------------------------------------------
 
@@ -71,7 +78,7 @@ class Checkpoint:
         try:
             return json.loads(file.read_text())
         except FileNotFoundError:
-            raise CheckpointError(f"{file} is missing; give the folder of a compressed-tensors checkpoint") from None
+            raise CheckpointError(f"{file} is missing; give the folder of a checkpoint") from None
         except json.JSONDecodeError as error:
             raise CheckpointError(f"{file} is not valid JSON: {error}") from error
 
@@ -95,18 +102,18 @@ class Checkpoint:
                 raise CheckpointError(f"{file} is not a readable safetensors file: {error}") from error
         return files
 
-    def _group_names(self) -> dict[int, str]:
-        """Layer -> name up to and including 'experts'."""
+    def _group_names(self, weights: tuple[str, ...]) -> dict[int, str]:
+        """Layer -> name up to and including 'experts', where a projection has a tensor of one of these names."""
         layers: dict[int, str] = {}
         for name in self._files:
             match = _NAME.match(name)
-            if match and match["tensor"] == "weight_packed":
+            if match and match["tensor"] in weights:
                 layers[int(match["layer"])] = match["root"]
         return dict(sorted(layers.items()))
 
     @property
     def layers(self) -> list[int]:
-        """Numbers of the layers with INT4 experts."""
+        """Numbers of the layers with quantized experts."""
         return list(self._layers)
 
     def experts(self, layer: int) -> int:
@@ -120,7 +127,7 @@ class Checkpoint:
 
     def _root(self, layer: int) -> str:
         if layer not in self._layers:
-            raise CheckpointError(f"{self.path} has no INT4 experts in layer {layer}; layers with experts: {_ranges(self.layers)}")
+            raise CheckpointError(f"{self.path} has no quantized experts in layer {layer}; layers with experts: {_ranges(self.layers)}")
         return self._layers[layer]
 
     # -- reading ----------------------------------------------------------------------------------------------------------
@@ -144,9 +151,10 @@ class Checkpoint:
             _check_cut(experts, hidden, inter, tp_cut, ep_cut)
             mine, columns = ep_cut.of(experts), tp_cut.of(inter)
             width = columns.stop - columns.start
-            gate_up = empty_w4a16(mine.stop - mine.start, 2 * width, hidden, paired=True, device=device)
-            down = empty_w4a16(mine.stop - mine.start, hidden, width, device=device)
-            with progress(f"layer {layer}: packing experts", mine.stop - mine.start) as step:
+            form, count = self.stored.format, mine.stop - mine.start
+            gate_up = empty_weight(form, count, 2 * width, hidden, paired=True, device=device)
+            down = empty_weight(form, count, hidden, width, device=device)
+            with progress(f"layer {layer}: packing experts", count) as step:
                 for local, expert in enumerate(range(mine.start, mine.stop)):
                     gate, up = (source.rows(expert, proj, columns) for proj in ("gate", "up"))
                     pack_expert_into(gate_up, local, *(torch.cat(pair) for pair in zip(gate, up, strict=True)))
@@ -164,7 +172,7 @@ class _Source:
     """The tensors of one layer's experts, through memory-mapped files."""
 
     def __init__(self, checkpoint: Checkpoint, layer: int, stack: ExitStack) -> None:
-        self._checkpoint, self._layer, self._stack = checkpoint, layer, stack
+        self._checkpoint, self._stored, self._stack = checkpoint, checkpoint.stored, stack
         self._root = checkpoint._root(layer)
         self._open: dict[str, Any] = {}
 
@@ -193,24 +201,25 @@ class _Source:
 
     def check(self, experts: int) -> tuple[int, int, int]:
         """Every tensor's shape and dtype, from the headers alone: (experts, hidden, intermediate)."""
-        inter, words = self._shape(0, "gate", "weight_packed")
-        hidden = words * 8
+        stored = self._stored
+        inter, entries = self._shape(0, "gate", stored.weight)
+        hidden = entries * stored.per_entry
         wanted = {"gate": (inter, hidden), "up": (inter, hidden), "down": (hidden, inter)}
         for expert in range(experts):
             for proj in _PROJECTIONS:
                 n, k = wanted[proj]
-                self._need(expert, proj, "weight_packed", (n, k // 8), ("I32",))
-                self._need(expert, proj, "weight_scale", (n, k // W4A16.group), ("BF16", "F16", "F32"))
+                self._need(expert, proj, stored.weight, (n, k // stored.per_entry), stored.weight_dtypes)
+                self._need(expert, proj, stored.scale, (n, k // stored.format.group), stored.scale_dtypes)
                 shape_name = self._name(expert, proj, "weight_shape")
                 if shape_name in self._checkpoint._files:
                     stated = self._file(shape_name).get_tensor(shape_name).tolist()
                     if stated != [n, k]:
-                        raise CheckpointError(f"{shape_name} says {stated}, the packed words are of [{n}, {k}]")
+                        raise CheckpointError(f"{shape_name} says {stated}, the weight is [{n}, {k}]")
                 for tensor in ("weight_zero_point", "weight_g_idx"):
                     name = self._name(expert, proj, tensor)
                     if name in self._checkpoint._files:
                         what = "zero points" if tensor == "weight_zero_point" else "a column order (g_idx)"
-                        raise CheckpointError(f"{name} gives {what}; only symmetric INT4 in natural order is supported (value = code - 8)")
+                        raise CheckpointError(f"{name} gives {what}; only symmetric weights in natural order are supported")
         return experts, hidden, inter
 
     def _shape(self, expert: int, proj: str, tensor: str) -> tuple[int, int]:
@@ -227,14 +236,13 @@ class _Source:
             )
 
     def rows(self, expert: int, proj: str, rows: slice) -> tuple[Tensor, Tensor]:
-        """Words and scales of some output rows."""
-        return tuple(self._slice(expert, proj, tensor)[rows] for tensor in ("weight_packed", "weight_scale"))
+        """Weight and scales of some output rows."""
+        return tuple(self._slice(expert, proj, tensor)[rows] for tensor in (self._stored.weight, self._stored.scale))
 
     def columns(self, expert: int, proj: str, columns: slice) -> tuple[Tensor, Tensor]:
-        """Words and scales of some of K, which begins and ends at whole groups."""
-        words = self._slice(expert, proj, "weight_packed")[:, columns.start // 8 : columns.stop // 8]
-        scales = self._slice(expert, proj, "weight_scale")[:, columns.start // W4A16.group : columns.stop // W4A16.group]
-        return words.contiguous(), scales.contiguous()
+        """Weight and scales of some of K, which begins and ends at whole groups."""
+        parts = ((self._stored.weight, self._stored.per_entry), (self._stored.scale, self._stored.format.group))
+        return tuple(self._slice(expert, proj, tensor)[:, columns.start // per : columns.stop // per].contiguous() for tensor, per in parts)
 
 
 def _check_cut(experts: int, hidden: int, inter: int, tp: Cut, ep: Cut) -> None:
@@ -249,47 +257,6 @@ def _check_cut(experts: int, hidden: int, inter: int, tp: Cut, ep: Cut) -> None:
     for n, k in ((2 * inter // tp.size, hidden), (hidden, inter // tp.size)):
         if reason := W4A16.why_not(n, k):
             raise CheckpointError(f"the experts are hidden {hidden}, intermediate {inter}: {reason}")
-
-
-def _targets(group: dict[str, Any], module: str) -> bool:
-    for target in group.get("targets") or []:
-        if target.startswith("re:") and re.match(target[3:], module):
-            return True
-        if target == "Linear" or module == target or module.endswith("." + target):
-            return True
-    return False
-
-
-def _check_config(config: dict[str, Any], module: str) -> None:
-    """The quantization of `module` must be the one format that is read here."""
-    quantization = config.get("quantization_config") or config.get("compression_config")
-    if quantization is None:
-        quantization = (config.get("text_config") or {}).get("quantization_config")
-    if quantization is None:
-        raise CheckpointError("config.json has no quantization_config; this reader takes compressed-tensors INT4 checkpoints")
-    if quantization.get("quant_method") != "compressed-tensors":
-        raise CheckpointError(f"quantization_config.quant_method is {quantization.get('quant_method')!r}; wanted 'compressed-tensors'")
-    groups = {name: g for name, g in (quantization.get("config_groups") or {}).items() if isinstance(g, dict)}
-    matching = {name: group for name, group in groups.items() if _targets(group, module)}
-    if not matching:
-        raise CheckpointError(f"no entry of quantization_config.config_groups targets {module}")
-    # The most specific group wins over one that targets every Linear.
-    name = next((n for n, g in matching.items() if "Linear" not in (g.get("targets") or [])), next(iter(matching)))
-    group, where = matching[name], f"quantization_config.config_groups.{name}"
-    if (kind := group.get("format") or quantization.get("format")) != "pack-quantized":
-        raise CheckpointError(f"{where} has format {kind!r}; wanted 'pack-quantized'")
-    if group.get("input_activations"):
-        raise CheckpointError(f"{where}.input_activations is {group['input_activations']}; activations are BF16 here (W4A16)")
-    weights = group.get("weights") or {}
-    for field, wanted in _SUPPORTED.items():
-        if weights.get(field) != wanted:
-            raise CheckpointError(f"{where}.weights.{field} is {weights.get(field)!r}; supported: {wanted!r}")
-    if weights.get("actorder") not in _ACTORDER:
-        raise CheckpointError(
-            f"{where}.weights.actorder is {weights['actorder']!r}, which shuffles columns; supported: null, static, weight"
-        )
-    if weights.get("dynamic"):
-        raise CheckpointError(f"{where}.weights.dynamic is {weights['dynamic']!r}; weights are quantized ahead of time here")
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -105,30 +105,41 @@ class PackedWeight:
             raise FormatError(f"{path} is not a readable safetensors file: {error}") from error
 
 
-def empty_w4a16(experts: int, n: int, k: int, *, paired: bool = False, device: torch.device | str = "cpu") -> PackedWeight:
+def empty_weight(form: Format, experts: int, n: int, k: int, *, paired: bool = False, device: torch.device | str = "cpu") -> PackedWeight:
     """An uninitialised weight to be filled expert by expert with `pack_expert_into`."""
-    if reason := W4A16.why_not(n, k, paired=paired):
+    if reason := form.why_not(n, k, paired=paired):
         raise FormatError(f"cannot pack a weight of N = {n}, K = {k}: {reason}")
-    return PackedWeight(torch.empty(W4A16.packed_shape(experts, n, k), dtype=torch.uint8, device=device), paired)
+    return PackedWeight(torch.empty(form.packed_shape(experts, n, k), dtype=torch.uint8, device=device), paired, form)
 
 
-def pack_expert_into(weight: PackedWeight, expert: int, codes: Tensor, scales: Tensor) -> None:
-    """Fill expert `expert` of `weight`. codes: uint8 [N, K] or int32 words [N, K/8]; scales: [N, K/32]; any device."""
-    if weight.format is not W4A16:
-        raise FormatError(f"the weight is {weight.format.name}; pack_expert_into fills INT4 weights")
-    n, k = weight.n, weight.k
-    wanted = (n, k) if codes.dtype == torch.uint8 else (n, k // 8)
-    if codes.dtype not in (torch.uint8, torch.int32) or tuple(codes.shape) != wanted:
+def pack_expert_into(weight: PackedWeight, expert: int, values: Tensor, scales: Tensor) -> None:
+    """Fill expert `expert` of `weight` from tensors on any device, scales [N, K/32].
+
+    INT4: codes uint8 [N, K] or int32 words [N, K/8], and floats. MXFP8: float8_e4m3fn or uint8 [N, K], and uint8 or float8_e8m0fnu.
+    """
+    n, k, form = weight.n, weight.k, weight.format
+    if form is MXFP8:
+        values, scales = _bits(values, "float8_e4m3fn", "elements"), _bits(scales, "float8_e8m0fnu", "scales")
+        if tuple(values.shape) != (n, k):
+            raise FormatError(f"elements are {list(values.shape)}; give [{n}, {k}]")
+    else:
+        wanted = (n, k) if values.dtype == torch.uint8 else (n, k // 8)
+        if values.dtype not in (torch.uint8, torch.int32) or tuple(values.shape) != wanted:
+            raise FormatError(
+                f"codes are {values.dtype} {list(values.shape)}; give uint8 codes [{n}, {k}] or int32 checkpoint words [{n}, {k // 8}]"
+            )
+    if tuple(scales.shape) != (n, k // form.group):
         raise FormatError(
-            f"codes are {codes.dtype} {list(codes.shape)}; give uint8 codes [{n}, {k}] or int32 checkpoint words [{n}, {k // 8}]"
+            f"scales are {list(scales.shape)}, weights are [{n}, {k}]: with group size {form.group} the scales must be "
+            f"[{n}, {k // form.group}]; a K-sharded weight needs its scales cut along K too"
         )
-    if tuple(scales.shape) != (n, k // W4A16.group):
-        raise FormatError(
-            f"scales are {list(scales.shape)}, codes are [{n}, {k}]: with group size {W4A16.group} the scales must be "
-            f"[{n}, {k // W4A16.group}]; a K-sharded weight needs its scales cut along K too"
-        )
-    device = weight.device
-    W4A16.pack_expert(weight.data[expert], codes.to(device), W4A16.check_scales(scales.to(device)), paired=weight.paired)
+    scales = scales.to(weight.device)
+    form.pack_expert(
+        weight.data[expert],
+        values.to(weight.device),
+        scales if form is MXFP8 else W4A16.check_scales(scales),
+        paired=weight.paired,
+    )
 
 
 def pack_w4a16(codes: Tensor, scales: Tensor, *, gate_up: bool = False) -> PackedWeight:
@@ -153,7 +164,7 @@ def pack_w4a16(codes: Tensor, scales: Tensor, *, gate_up: bool = False) -> Packe
     k = codes.shape[2] * (1 if codes.dtype == torch.uint8 else 8)
     if codes.dtype == torch.uint8 and codes.numel() and int(codes.max()) > 15:
         raise FormatError(f"codes reach {int(codes.max())}; INT4 codes are 0..15 (value = code - 8). Are these packed bytes?")
-    weight = empty_w4a16(experts, n, k, paired=gate_up, device=codes.device)
+    weight = empty_weight(W4A16, experts, n, k, paired=gate_up, device=codes.device)
     for expert in range(experts):
         pack_expert_into(weight, expert, codes[expert], scales[expert])
     return weight
@@ -180,21 +191,12 @@ def pack_mxfp8(elements: Tensor, scales: Tensor, *, gate_up: bool = False) -> Pa
     >>> weight.n, weight.k, torch.equal(weight.unpack()[0], elements)
     (128, 64, True)
     """
-    elements, scales = _bits(elements, "float8_e4m3fn", "elements"), _bits(scales, "float8_e8m0fnu", "scales")
-    if elements.ndim != 3 or scales.ndim != 3:
+    if elements.ndim != 3 or scales.ndim != 3 or elements.shape[0] != scales.shape[0]:
         raise FormatError(f"elements {list(elements.shape)} and scales {list(scales.shape)} must be [E, N, K] and [E, N, K/32]")
-    experts, n, k = elements.shape
-    if reason := MXFP8.why_not(n, k, paired=gate_up):
-        raise FormatError(f"cannot pack a weight of N = {n}, K = {k}: {reason}")
-    if tuple(scales.shape) != (experts, n, k // MXFP8.group):
-        raise FormatError(
-            f"scales are {list(scales.shape)}, elements are [{experts}, {n}, {k}]: with group size {MXFP8.group} the scales must be "
-            f"[{experts}, {n}, {k // MXFP8.group}]; a K-sharded weight needs its scales cut along K too"
-        )
-    data = torch.empty(MXFP8.packed_shape(experts, n, k), dtype=torch.uint8, device=elements.device)
-    for expert in range(experts):
-        MXFP8.pack_expert(data[expert], elements[expert], scales[expert].to(elements.device), paired=gate_up)
-    return PackedWeight(data, gate_up, MXFP8)
+    weight = empty_weight(MXFP8, *elements.shape, paired=gate_up, device=elements.device)
+    for expert in range(weight.experts):
+        pack_expert_into(weight, expert, elements[expert], scales[expert])
+    return weight
 
 
 def quantize_mxfp8(values: Tensor, *, rule: str = "ocp") -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ CUDA_LAYERS = ("arch", "tile", "schedule", "epilogue", "kernel")
 PYTHON_LAYERS = (
     ("errors", "settings", "files", "progress"),
     ("formats", "kernels"),
+    ("checkpoint_formats",),
     ("decode_plan",),
     ("plan",),
     ("weights", "rows", "jit.source", "jit.counters"),

@@ -203,7 +203,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     rewrite(tmp_path, {name: tensor for name, tensor in tensors.items() if ".experts.2." not in name})
     with pytest.raises(CheckpointError, match="up to 3 but not expert 2"):
         chord.load_experts(tmp_path, 1)
-    with pytest.raises(CheckpointError, match="no INT4 experts in layer 7; layers with experts: 1"):
+    with pytest.raises(CheckpointError, match="no quantized experts in layer 7; layers with experts: 1"):
         chord.load_experts(tmp_path, 7)
     (tmp_path / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"config.json is missing"):

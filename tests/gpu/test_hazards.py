@@ -85,9 +85,10 @@ def test_3_offsets_beyond_32_bits_in_rows() -> None:
 
 def test_3_offsets_beyond_32_bits_in_weights() -> None:
     experts, n, k = 140, 4096, 7168
-    from chord_kernels.weights import empty_w4a16, pack_expert_into
+    from chord_kernels.formats import W4A16
+    from chord_kernels.weights import empty_weight, pack_expert_into
 
-    weight = empty_w4a16(experts, n, k, device="cuda")
+    weight = empty_weight(W4A16, experts, n, k, device="cuda")
     for expert in range(73, experts):
         pack_expert_into(weight, expert, *(part[0] for part in random_codes(1, n, k, device="cuda", seed=expert)))
     assert weight.nbytes > 2**31

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from .. import ops, reference
+from ..formats import W4A16
 from ..rows import ContiguousRows, IndexedRows, MaskedRows, RowContract, align_indexed, row_table
-from ..weights import PackedWeight, empty_w4a16, pack_expert_into
+from ..weights import PackedWeight, empty_weight, pack_expert_into
 
 READ_GBS = 4500.0  # measured on an H200 at 0.8 GB; see docs/facts.md
 TENSOR_TFLOPS = 790.0
@@ -124,7 +125,7 @@ def recorded_small_batch(case: str, tokens: int) -> dict[str, float]:
 def random_weight(experts: int, n: int, k: int, *, paired: bool, device: str = "cuda", seed: int = 0) -> PackedWeight:
     """Uniform codes and scales between 0.005 and 0.025, packed expert by expert."""
     generator = torch.Generator(device).manual_seed(seed)
-    weight = empty_w4a16(experts, n, k, paired=paired, device=device)
+    weight = empty_weight(W4A16, experts, n, k, paired=paired, device=device)
     for expert in range(experts):
         codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, device=device, generator=generator)
         scales = torch.rand((n, k // 32), device=device, generator=generator) * 0.02 + 0.005
