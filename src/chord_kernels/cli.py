@@ -186,7 +186,7 @@ def bench(
 
         report.run_cases(cases, peer=peer, samples=samples, on_row=keep)
         small_batch.run(small, peer=peer, samples=samples, on_row=keep)
-        warp_decode.run(layers, samples=samples, on_row=keep)
+        warp_decode.run(layers, peer=peer, samples=samples, on_row=keep)
     _console().print(report.table(rows, str(report.timing.card()["name"])))
     if plot:
         report.plot(rows, plot)

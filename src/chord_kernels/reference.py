@@ -83,24 +83,32 @@ def layer(
     dtype: torch.dtype = torch.float32,
     round_hidden: bool = False,
     round_products: bool | None = None,
+    quantize_activations: bool = False,
 ) -> Tensor:
     """A MoE layer: sum over slots of weight[t, slot] * down(silu(gate(x)) * up(x)); [M, H] in `dtype`.
 
     A slot whose id is negative or not below E adds exactly 0. round_hidden rounds the SwiGLU output to BF16, round_products each
     expert's output (None: as round_hidden). A layer made of separate kernels rounds both, `warp_decode` the former alone.
+    quantize_activations: x and the SwiGLU output go through MXFP8, as kernels with FP8 products need them.
     """
     round_products = round_hidden if round_products is None else round_products
     total = torch.zeros_like(x, dtype=dtype)
+    x = _through_mxfp8(x) if quantize_activations else x
     for e in range(gate_up.experts):
         token, slot = (topk_ids == e).nonzero(as_tuple=True)
         if token.numel() == 0:
             continue
         hidden = swiglu(product(x[token], gate_up, e, dequant=dequant, dtype=dtype))
         hidden = hidden.to(torch.bfloat16) if round_hidden else hidden
+        hidden = _through_mxfp8(hidden) if quantize_activations else hidden
         value = product(hidden, down, e, dequant=dequant, dtype=dtype)
         value = value.to(torch.bfloat16).to(dtype) if round_products else value
         total.index_add_(0, token, value * topk_weights[token, slot].to(dtype).unsqueeze(-1))
     return total
+
+
+def _through_mxfp8(values: Tensor) -> Tensor:
+    return MXFP8.dequantize(*MXFP8.quantize(values), dtype=torch.float64).to(values.dtype)
 
 
 def relative_error(value: Tensor, truth: Tensor) -> float:

@@ -104,6 +104,17 @@ def test_the_op_is_the_reference(format_name: str) -> None:
     assert torch.equal(mapped, chord.warp_decode(x, gate_up, down, torch.full((5, 1), 3), torch.ones((5, 1))))
 
 
+def test_quantized_activations_are_further_off() -> None:
+    """BF16 activations against MXFP8 ones, to FP64 without any rounding: 1.4 times is claimed."""
+    gate_up, down = mxfp8(8, 512, 256, paired=True), mxfp8(8, 256, 256, seed=1)
+    x, ids, weights = torch.randn((16, 256)).to(torch.bfloat16), random_ids(16, 8, 4), torch.rand((16, 4))
+    truth = reference.layer(x, gate_up, down, ids, weights, dtype=torch.float64)
+    ours = chord.warp_decode(x, gate_up, down, ids, weights)
+    other = reference.layer(x, gate_up, down, ids, weights, round_hidden=True, quantize_activations=True).to(torch.bfloat16)
+    assert reference.relative_error(other, truth) > 1.4 * reference.relative_error(ours, truth)
+    assert 1 - torch.nn.functional.cosine_similarity(ours.double().flatten(), truth.flatten(), dim=0) < 4e-6
+
+
 def test_34_opcheck_and_compile() -> None:
     gate_up, down = mxfp8(6, 128, 64, paired=True), mxfp8(6, 64, 64, seed=1)
     x, ids, weights = torch.randn((5, 64)).to(torch.bfloat16), random_ids(5, 6, 3), torch.rand((5, 3))

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..rows import IndexedRows
 from .suites import TOP_K, Case, random_topk_ids
 
 
@@ -17,29 +18,31 @@ def available() -> bool:
     return importlib.util.find_spec("humming") is not None
 
 
-class HummingPeer:
-    """One INT4 expert weight of random codes in humming's layout, shared by the cases of a shape."""
+_WEIGHTS: dict[str, dict[str, object]] = {
+    "w4a16": {"dtype": "uint4", "group_size": 32, "scale_dtype": "bfloat16", "has_zero_point": False, "is_fp_zero_point": False},
+    "mxfp8": {"dtype": "float8e4m3", "group_size": 32, "scale_dtype": "float8e8m0", "has_zero_point": False, "is_fp_zero_point": False},
+}
 
-    def __init__(self, experts: int, n: int, k: int) -> None:
+
+class HummingPeer:
+    """One expert weight of random codes in humming's layout, shared by the cases of a shape."""
+
+    def __init__(self, experts: int, n: int, k: int, *, format_name: str = "w4a16") -> None:
         from humming.layer import HummingLayer
 
         layer = HummingLayer(
             shape_n=n,
             shape_k=k,
             num_experts=experts,
-            weight_config={
-                "dtype": "uint4",
-                "group_size": 32,
-                "scale_dtype": "bfloat16",
-                "has_zero_point": False,
-                "is_fp_zero_point": False,
-            },
+            weight_config=_WEIGHTS[format_name],
             input_config={"dtype": "bfloat16", "group_size": 0},
             torch_dtype=torch.bfloat16,
         ).cuda()
         for parameter in layer.parameters():
             if parameter.dtype == torch.int32:
                 parameter.data.random_(-(2**31), 2**31 - 1)
+            elif parameter.element_size() == 1:
+                _fill_bytes(parameter.data)
             else:
                 parameter.data.normal_(std=0.01)
         layer.transform()
@@ -69,3 +72,30 @@ class HummingPeer:
             arguments["expert_layout"] = torch.full((case.experts,), case.point, dtype=torch.int32, device="cuda")
         arguments["outputs"] = torch.empty((case.routed_rows, case.n), dtype=torch.bfloat16, device="cuda")
         return lambda: self._layer(inputs=x, **arguments)
+
+    def indexed(self, routed_rows: int) -> tuple[int, Callable[[Tensor, IndexedRows, Tensor], Tensor]]:
+        """Block rows that humming wants its routing aligned to, and a call (x, routing, out) that reads the routing on the device."""
+        from humming.tune import get_heuristics_config
+
+        config = get_heuristics_config(
+            layer_config=self._layer.humming_config, shape_m=routed_rows, use_f16_accum=False, gemm_type="indexed"
+        )
+        fixed = {"compute_config": json.dumps({"use_f16_accum": False, "gemm_type": "indexed"}), "tuning_config": json.dumps(config)}
+
+        def call(x: Tensor, routing: IndexedRows, out: Tensor) -> Tensor:
+            return self._layer(
+                inputs=x,
+                sorted_ids=routing.sorted_ids,
+                expert_ids=routing.expert_ids,
+                num_tokens_padded=routing.num_tokens_padded,
+                top_k=routing.top_k,
+                outputs=out,
+                **fixed,
+            )
+
+        return config["block_shape"][0], call
+
+
+def _fill_bytes(data: Tensor) -> None:
+    """Bytes that are E4M3 numbers between 0.25 and 1 and E8M0 scales of 2^-79 to 2^-64 alike: finite as either."""
+    data.view(torch.uint8).random_(0x28, 0x38)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,11 +15,13 @@ from .. import reference
 from ..decode import warp_decode
 from ..decode_plan import WARP_DECODE_BATCHES
 from ..formats import MXFP8
+from ..rows import align_indexed
 from ..weights import PackedWeight
-from . import timing
+from . import humming, timing
 from .suites import READ_GBS, TOP_K, random_topk_ids, random_weight, recorded_small_batch
 
 ROUTINGS = ("uniform", "zipf", "same")
+Peers = list[humming.HummingPeer]  # of gate_up and down
 
 
 @dataclass(frozen=True)
@@ -96,15 +98,63 @@ class Layer:
         warp_decode(self.x, self.gate_up, self.down, self.ids, self.weights, out=self.out)
 
     def error(self) -> float:
-        """The largest relative error of the first, middle and last token, to FP64 of the same numerics."""
-        return max(reference.relative_error(self.out[t], self.truth(t)) for t in {0, self.x.shape[0] // 2, self.x.shape[0] - 1})
+        """Relative error of the first, middle and last token, to FP64 of the same numerics."""
+        return reference.relative_error(self.out[self.sampled], self.truth(round_hidden=True, round_products=False))
 
-    def truth(self, token: int) -> Tensor:
-        total = torch.zeros(self.x.shape[1], dtype=torch.float64, device=self.x.device)
-        for expert, weight in zip(self.ids[token].tolist(), self.weights[token].double(), strict=True):
-            hidden = reference.swiglu(reference.product(self.x[token][None], self.gate_up, expert, dtype=torch.float64)).to(torch.bfloat16)
-            total += weight * reference.product(hidden, self.down, expert, dtype=torch.float64)[0]
-        return total
+    def accuracy(self) -> dict[str, float]:
+        """Against FP64 without any rounding: relative error, cosine, the largest difference in BF16 ulps of the largest magnitude, and
+        how many times further off the path is that quantizes activations to MXFP8."""
+        value, truth = self.out[self.sampled].double(), self.truth()
+        error = reference.relative_error(value, truth)
+        ulp = torch.exp2(torch.floor(torch.log2(truth.abs().max())) - 7)
+        quantized = self.truth(round_hidden=True, quantize_activations=True)
+        return {
+            "error_fp64": error,
+            "one_minus_cosine": 1 - float(torch.nn.functional.cosine_similarity(value.flatten(), truth.flatten(), dim=0)),
+            "largest_difference_ulps": float((value - truth).abs().max() / ulp),
+            "quantized_activations_error_ratio": reference.relative_error(quantized.to(torch.bfloat16), truth) / error,
+        }
+
+    @property
+    def sampled(self) -> list[int]:
+        return sorted({0, self.x.shape[0] // 2, self.x.shape[0] - 1})
+
+    def truth(self, **options: bool) -> Tensor:
+        picked = self.sampled
+        return reference.layer(
+            self.x[picked], self.gate_up, self.down, self.ids[picked], self.weights[picked], dtype=torch.float64, **options
+        )
+
+    def conventional(self, peers: Peers) -> Callable[[], Tensor]:
+        """The layer by separate kernels: alignment (torch operations), humming's product, activation, humming's product, weighted sum."""
+        tokens, inter, slots = self.x.shape[0], self.down.k, self.ids.numel()
+        (first_rows, first), (second_rows, second) = (peer.indexed(slots) for peer in peers)
+        raw, products = self.x.new_empty((slots, 2 * inter)), self.x.new_empty((slots, self.x.shape[1]))
+
+        def call() -> Tensor:
+            routing = align_indexed(self.ids, self.down.experts, first_rows)
+            first(self.x, routing, raw)
+            hidden = torch.nn.functional.silu(raw[:, :inter]) * raw[:, inter:]
+            if second_rows != first_rows:
+                routing = align_indexed(self.ids, self.down.experts, second_rows)
+            second(hidden, replace(routing, top_k=1), products)
+            return (products.view(tokens, TOP_K, -1) * self.weights.unsqueeze(-1)).sum(1).to(torch.bfloat16)
+
+        return call
+
+    def two_products(self, peers: Peers) -> Callable[[], None]:
+        """humming's two products alone, aligned ahead of time."""
+        slots = self.ids.numel()
+        calls = [peer.indexed(slots) for peer in peers]
+        aligned = [align_indexed(self.ids, self.down.experts, rows) for rows, _ in calls]
+        hidden = self.x.new_zeros((slots, self.down.k))
+        outs = [self.x.new_empty((slots, weight.n)) for weight in (self.gate_up, self.down)]
+
+        def call() -> None:
+            calls[0][1](self.x, aligned[0], outs[0])
+            calls[1][1](hidden, replace(aligned[1], top_k=1), outs[1])
+
+        return call
 
 
 def bytes_of(layers: list[Layer], *, distinct: bool) -> float:
@@ -121,11 +171,15 @@ def cases(tokens: Iterable[str] | None = None) -> Iterator[tuple[str, str, int]]
             yield name, routing, batch
 
 
-def run(wanted: Iterable[tuple[str, str, int]], *, samples: int, on_row: Callable[[dict[str, Any]], None]) -> None:
-    """A row a case: us a whole layer, and the bytes that it has to read."""
+def run(wanted: Iterable[tuple[str, str, int]], *, peer: bool, samples: int, on_row: Callable[[dict[str, Any]], None]) -> None:
+    """A row a case: us a whole layer, the bytes that it has to read, and of uniform routing the accuracy; with `peer`, us of the
+    conventional path and of humming's two products alone, in the same process."""
     for name, of_model in itertools.groupby(wanted, key=lambda case: case[0]):
         model = MODELS[name]
         weights = [_random(model, seed) for seed in range(model.layers)]
+        shapes = ((2 * model.intermediate, model.hidden), (model.hidden, model.intermediate))
+        rivals = model.layers if peer else 0
+        peers = [[humming.HummingPeer(model.experts, n, k, format_name=model.format) for n, k in shapes] for _ in range(rivals)]
         for _, routing, batch in of_model:
             layers = [Layer.make(pair, batch, routing, index) for index, pair in enumerate(weights)]
             measured = timing.graph([layer.call for layer in layers], layers[-1].error, samples=samples)
@@ -147,5 +201,10 @@ def run(wanted: Iterable[tuple[str, str, int]], *, samples: int, on_row: Callabl
             }
             if routing == "uniform":
                 row |= {k: v for k, v in recorded_small_batch(name, batch).items() if k != "floor_us"}
+                row |= layers[-1].accuracy()
+            if peer:
+                for field, make in (("conventional_us", Layer.conventional), ("humming_us", Layer.two_products)):
+                    calls = [make(layer, pair) for layer, pair in zip(layers, peers, strict=True)]
+                    row[field] = round(timing.graph(calls, lambda: 0.0, samples=samples).us, 2)
             on_row(row)
-        del weights
+        del weights, peers
