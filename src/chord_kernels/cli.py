@@ -9,21 +9,24 @@ from typing import Annotated, Optional
 
 import typer
 
-from .errors import ChordError, FormatError
+from .errors import ChordError, FormatError, UnsupportedError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Quantized Mixture-of-Experts kernels.")
 cache_app = typer.Typer(no_args_is_help=True, help="The folder of compiled kernels.")
 app.add_typer(cache_app, name="cache")
 
-ShapeOption = Annotated[Optional[str], typer.Option(help="A named shape: kimi-k2-ep8, -ep16, -ep32, -tp8.")]  # noqa: UP045  typer on 3.10
+ShapeOption = Annotated[Optional[str], typer.Option(help="A named shape: kimi-k2-ep8, -ep16, -ep32, -tp8; MXFP8: qwen3-30b, qwen3-235b.")]  # noqa: UP045  typer on 3.10
 
 
-def _shape(name: str) -> tuple[int, int, int]:
-    from .plan import SHIPPED_SHAPES
+def _shape(name: str) -> tuple[str, int, int, int]:
+    """Weight format, experts, hidden and intermediate size."""
+    from .plan import SHIPPED_MXFP8_SHAPES, SHIPPED_SHAPES
 
-    if name not in SHIPPED_SHAPES:
-        raise FormatError(f"shape {name!r} is not known; give one of {', '.join(SHIPPED_SHAPES)}")
-    return SHIPPED_SHAPES[name]
+    if name in SHIPPED_SHAPES:
+        return "w4a16", *SHIPPED_SHAPES[name]
+    if name in SHIPPED_MXFP8_SHAPES:
+        return "mxfp8", *SHIPPED_MXFP8_SHAPES[name]
+    raise FormatError(f"shape {name!r} is not known; give one of {', '.join([*SHIPPED_SHAPES, *SHIPPED_MXFP8_SHAPES])}")
 
 
 def _console():
@@ -53,7 +56,7 @@ def doctor() -> None:
 
 @app.command()
 def run(
-    checkpoint: Annotated[Optional[Path], typer.Argument(help="Folder of a compressed-tensors INT4 checkpoint.")] = None,  # noqa: UP045
+    checkpoint: Annotated[Optional[Path], typer.Argument(help="Folder of an INT4 or MXFP8 checkpoint.")] = None,  # noqa: UP045
     shape: ShapeOption = None,
     layer: Annotated[Optional[int], typer.Option(help="Layer of the checkpoint; its first with experts by default.")] = None,  # noqa: UP045
     phase: Annotated[str, typer.Option(help="decode or prefill.")] = "decode",
@@ -62,7 +65,7 @@ def run(
     out: Annotated[Path | None, typer.Option(help="Write a result file (GPU only).")] = None,
     commit: Annotated[str | None, typer.Option(help="Commit to record where there is no git checkout.")] = None,
 ) -> None:
-    """Run one INT4 MoE layer, check it against FP64 and time it."""
+    """Run one MoE layer, check it against FP64 and time it."""
     from .bench import layer_run, report
 
     if (checkpoint is None) == (shape is None):
@@ -71,11 +74,11 @@ def run(
         raise FormatError(f"phase {phase!r} is not known; give one of {', '.join(layer_run.TOKENS)}")
     where = layer_run.pick_device(device)
     title, moe, top_k = (
-        layer_run.from_checkpoint(checkpoint, layer, where) if checkpoint else layer_run.from_shape(shape, _shape(shape), where)
+        layer_run.from_checkpoint(checkpoint, layer, where) if checkpoint else layer_run.from_shape(shape, *_shape(shape), where)
     )
     counts = (tokens,) if tokens is not None else layer_run.TOKENS[phase]
     rows = list(layer_run.run(moe, top_k, counts))
-    _console().print(layer_run.table(title, rows))
+    _console().print(layer_run.table(title, rows, format_name=moe.gate_up.format.name))
     if out and where == "cuda":
         report.write_json(out, report.result_file([row.as_result(title) for row in rows], commit_id=commit))
 
@@ -85,7 +88,10 @@ def plan(
     shape: ShapeOption = "kimi-k2-ep8",
     tokens: Annotated[int, typer.Option(help="Tokens routed to this GPU's experts.")] = 20,
     top_k: Annotated[int, typer.Option(help="Experts a token.")] = 8,
-    contract: Annotated[str, typer.Option(help="indexed, contiguous or masked.")] = "indexed",
+    contract: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="The op of a row contract (indexed, contiguous, masked); what a layer takes by default."),
+    ] = None,
     arch: Annotated[str, typer.Option(help="Architecture to plan for.")] = "sm_90a",
     sm_count: Annotated[int, typer.Option(help="Its SM count.")] = 132,
     as_json: Annotated[bool, typer.Option("--json", help="Every field of the plans instead, one JSON object a line.")] = False,
@@ -93,13 +99,37 @@ def plan(
     """Show which kernels a layer would use, and why."""
     import json
 
+    from .decode_plan import (
+        WARP_DECODE_BATCHES,
+        WARP_DECODE_PRODUCTS,
+        explain_warp_decode,
+        warp_decode_plan,
+        warp_decodes,
+        why_not_warp_decode,
+    )
     from .plan import Problem, explain, make_plan
     from .settings import schedule_pins
 
-    experts, hidden, inter = _shape(shape or "kimi-k2-ep8")
+    format_name, experts, hidden, inter = _shape(shape or "kimi-k2-ep8")
     console = _console()
+    if contract is None and warp_decodes(format_name, tokens, top_k, experts):
+        part = min(tokens, WARP_DECODE_BATCHES[-1])
+        if reason := why_not_warp_decode(arch, format_name, part, top_k, experts, hidden, inter):
+            raise UnsupportedError(reason)
+        for product in WARP_DECODE_PRODUCTS:
+            sizes = {"tokens": part, "top_k": top_k, "experts": experts}
+            decode = warp_decode_plan(product, format_name, arch=arch, sm_count=sm_count, hidden=hidden, intermediate=inter, **sizes)
+            if as_json:
+                print(json.dumps({"stage": product, **decode.describe()}))
+                continue
+            console.print(f"[bold]{product}[/bold]: {decode.name}")
+            for line in explain_warp_decode(decode, **sizes):
+                console.print(f"  - {line}")
+        return
+    if format_name != "w4a16":
+        raise UnsupportedError(f"{shape} has MXFP8 weights, which only warp decode computes; leave --contract out")
     for stage, epilogue, n, k in (("gate_up", "swiglu", 2 * inter, hidden), ("down", "store", hidden, inter)):
-        problem = Problem(arch, sm_count, contract, epilogue, stage == "gate_up", experts, n, k, rows=tokens * top_k)
+        problem = Problem(arch, sm_count, contract or "indexed", epilogue, stage == "gate_up", experts, n, k, rows=tokens * top_k)
         chosen = make_plan(problem, schedule_pins())
         if as_json:
             print(json.dumps({"stage": stage, **chosen.describe()}))
@@ -118,6 +148,7 @@ def compile(
     """Prebuild every kernel that a shape (or every shipped shape) needs."""
     from rich.table import Table
 
+    from .decode_plan import warp_decode_buckets
     from .jit.compiler import build_all, compile_uncached
     from .plan import ARCHITECTURES, buckets, shipped
     from .progress import progress
@@ -125,8 +156,9 @@ def compile(
     if arch not in ARCHITECTURES:
         raise FormatError(f"architecture {arch!r} has no kernels; give one of {', '.join(ARCHITECTURES)}")
     if shape:
-        experts, hidden, inter = _shape(shape)
-        plans = buckets(arch=arch, experts=experts, hidden=hidden, intermediate=inter)
+        format_name, experts, hidden, inter = _shape(shape)
+        plans = buckets(arch=arch, experts=experts, hidden=hidden, intermediate=inter) if format_name == "w4a16" else []
+        plans += warp_decode_buckets(arch, format_name, experts=experts, hidden=hidden, intermediate=inter)
     else:
         plans = shipped(arch)
     console = _console()

@@ -6,7 +6,17 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from .kernels import ARCHITECTURES, BLOCK_BYTES, LEAST_DECODE_STAGES, MOST_EXPERTS, MOST_TOP_K, TILE_K, TILE_ROWS, WarpDecodePlan
+from .kernels import (
+    ARCHITECTURES,
+    BLOCK_BYTES,
+    LEAST_DECODE_STAGES,
+    MOST_EXPERTS,
+    MOST_TOP_K,
+    TILE_ARCHITECTURES,
+    TILE_K,
+    TILE_ROWS,
+    WarpDecodePlan,
+)
 
 WARP_DECODE_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 WARP_DECODE_PRODUCTS = ("gate_up", "down")
@@ -126,3 +136,25 @@ def warp_decode_buckets(
         )
         found[plan.name] = plan
     return list(found.values())
+
+
+def explain_warp_decode(plan: WarpDecodePlan, *, tokens: int, top_k: int, experts: int) -> list[str]:
+    """Why this kernel, a sentence each."""
+    rows = tokens * top_k / experts
+    average = f"{rows:{'.1f' if rows >= 1 else '.2g'}} rows an expert on average"
+    lines = [
+        f"{tokens} tokens, {average}: warp decode, a layer in two launches",
+        f"groups of an expert and up to {plan.tokens} of its tokens; a distinct expert is read once for each group",
+    ]
+    at_once = f"{plan.blocks} blocks of 16 weight rows x {plan.k_tiles * TILE_K} k at once, {plan.stages} stages of its own"
+    if plan.product == "gate_up":
+        lines.append(f"a unit is {plan.blocks * 16} paired rows of a group, whose K the 8 warps of a CTA share; a warp has {at_once}")
+    else:
+        lines.append(
+            f"a unit is {plan.blocks * 16} outputs of all tokens; the 8 warps of a CTA take the groups in turn; a warp has {at_once}"
+        )
+    memory = f"{plan.smem_bytes} bytes of shared memory"
+    lines.append(f"{memory}: fits an SM beside gate_up, and its first weights are on their way while that ends" if plan.beside else memory)
+    if plan.arch not in TILE_ARCHITECTURES:
+        lines.append(f"{plan.arch}: compiled, never run")
+    return lines

@@ -46,15 +46,20 @@ def test_run_checks_a_checkpoint_layer(tmp_path: Path) -> None:
 
 
 def test_plan_explains() -> None:
-    output = chord("plan", "--shape", "kimi-k2-ep8", "--tokens", "20")
-    assert "gate_up" in output
-    assert "rows an expert" in output
+    for arguments in (("--tokens", "20"), ("--tokens", "20", "--contract", "indexed"), ("--tokens", "200")):
+        output = chord("plan", "--shape", "kimi-k2-ep8", *arguments)
+        assert "gate_up" in output
+        assert "rows an expert" in output
+        assert ("warp decode" in output) == (arguments == ("--tokens", "20"))
+    assert "fits an SM beside gate_up" in chord("plan", "--shape", "qwen3-30b", "--tokens", "1")
 
 
 def test_plan_as_json_has_every_field() -> None:
     import json
 
-    plans = [json.loads(line) for line in chord("plan", "--json").splitlines()]
+    plans = [json.loads(line) for line in chord("plan", "--json", "--tokens", "3").splitlines()]
+    assert [(plan["product"], plan["batch"]) for plan in plans] == [("gate_up", 4), ("down", 4)]
+    plans = [json.loads(line) for line in chord("plan", "--json", "--contract", "indexed").splitlines()]
     assert [plan["stage"] for plan in plans] == ["gate_up", "down"]
     assert all(plan["smem_bytes"] <= 232_448 and plan["block_rows"] == 8 for plan in plans)
 
@@ -62,8 +67,9 @@ def test_plan_as_json_has_every_field() -> None:
 def test_compile_fills_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHORD_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr("chord_kernels.plan.BLOCK_ROWS", (8,))
-    assert "15 kernels for sm_90a are in the cache" in chord("compile", "--shape", "kimi-k2-tp8")
-    assert "15 files" in chord("cache", "show")
+    monkeypatch.setattr("chord_kernels.decode_plan.WARP_DECODE_BATCHES", (2,))
+    assert "19 kernels for sm_90a are in the cache" in chord("compile", "--shape", "kimi-k2-tp8")
+    assert "19 files" in chord("cache", "show")
     assert "freed" in chord("cache", "clear")
     assert "0 files" in chord("cache", "show")
 
@@ -77,6 +83,8 @@ def test_compile_fills_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (("run", "--shape", "kimi-k2-ep8", "--phase", "training"), "phase 'training' is not known"),
         (("run", "--shape", "kimi-k2-ep8", "--device", "tpu"), "device 'tpu' is not known"),
         (("plan", "--arch", "sm_80"), "architecture sm_80 has no kernel"),
+        (("plan", "--arch", "sm_80", "--contract", "masked"), "architecture sm_80 has no kernel"),
+        (("plan", "--shape", "qwen3-30b", "--contract", "masked"), "only warp decode computes"),
         (("compile", "--arch", "sm_75"), "architecture 'sm_75' has no kernels"),
     ],
 )

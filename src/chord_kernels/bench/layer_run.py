@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import ops, reference
+from .. import decode, ops, reference
 from ..checkpoint import Checkpoint
 from ..errors import FormatError, UnsupportedError
+from ..formats import W4A16
 from ..layer import MoELayer
 from . import timing
 from .suites import READ_GBS, TENSOR_TFLOPS, TOP_K, random_weight
+from .warp_decode import random_mxfp8
 
 TOKENS = {"decode": (1, 8, 20, 64), "prefill": (512, 2048)}
 CHECKED_TOKENS = 16
@@ -76,19 +78,18 @@ def from_checkpoint(path: Path, layer: int | None, device: str) -> tuple[str, Mo
     return f"{path.name}, layer {layer}", moe, top_k
 
 
-def from_shape(name: str, shape: tuple[int, int, int], device: str) -> tuple[str, MoELayer, int]:
-    experts, hidden, inter = shape
-    gate_up = random_weight(experts, 2 * inter, hidden, paired=True, device=device)
-    down = random_weight(experts, hidden, inter, paired=False, device=device, seed=1)
+def from_shape(name: str, format_name: str, experts: int, hidden: int, inter: int, device: str) -> tuple[str, MoELayer, int]:
+    make = random_weight if format_name == W4A16.name else random_mxfp8
+    gate_up = make(experts, 2 * inter, hidden, paired=True, device=device)
+    down = make(experts, hidden, inter, paired=False, device=device, seed=1)
     return name, MoELayer(gate_up, down), TOP_K
 
 
 def run(moe: MoELayer, top_k: int, token_counts: Iterable[int]) -> Iterator[LayerRow]:
     """Uniform routing, fresh inputs; every row's output is checked before its time is given."""
     device = moe.gate_up.device
-    for weight, epilogue in ((moe.gate_up, "swiglu"), (moe.down, "store")):
-        if reason := ops.why_not_here(weight, "indexed", epilogue):
-            raise UnsupportedError(reason)
+    if reason := _why_not_here(moe, top_k):
+        raise UnsupportedError(reason)
     moe.warmup()
     for tokens in token_counts:
         generator = torch.Generator(device).manual_seed(tokens)
@@ -112,6 +113,12 @@ def run(moe: MoELayer, top_k: int, token_counts: Iterable[int]) -> Iterator[Laye
             us, error = _on_cpu(call, check)
         unrounded = error if numerics == "exact" else sampled_error(moe, x, ids, weights, out, "exact")
         yield LayerRow(tokens, numerics, us, error, unrounded, *_work(moe, ids), device.type == "cuda")
+
+
+def _why_not_here(moe: MoELayer, top_k: int) -> str | None:
+    if moe.gate_up.format is not W4A16:
+        return decode.why_not_here(moe.gate_up, moe.down, 1, top_k)
+    return ops.why_not_here(moe.gate_up, "indexed", "swiglu") or ops.why_not_here(moe.down, "indexed")
 
 
 def _on_cpu(call: Callable[[], Tensor], check: Callable[[], float]) -> tuple[float, float]:
@@ -148,10 +155,10 @@ def _work(moe: MoELayer, ids: Tensor) -> tuple[float, float]:
     return weights + 4.0 * ids.shape[0] * moe.hidden, flops
 
 
-def table(title: str, rows: Iterable[LayerRow]) -> Any:
+def table(title: str, rows: Iterable[LayerRow], *, format_name: str = W4A16.name) -> Any:
     from rich.table import Table
 
-    shown = Table(title=f"INT4 MoE layer: {title}")
+    shown = Table(title=f"{'INT4' if format_name == W4A16.name else format_name.upper()} MoE layer: {title}")
     shown.add_column("tokens", justify="right")
     shown.add_column("numerics")
     for column in ("us", "GB/s", "TFLOP/s", "x floor", "error", "with unrounded weights"):
