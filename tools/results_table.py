@@ -28,6 +28,8 @@ def gemm_table() -> None:
     peers = {(row["section"], row["stage"], row["point"]): row for row in _peers()["cases"]}
     for section in SECTIONS:
         for point in sorted({key[2] for key in measured if key[0] == section}):
+            if (section, "gate_up", point) not in peers:
+                continue
             ours = [measured[section, stage, point] for stage in ("gate_up", "down")]
             theirs = [peers[section, stage, point] for stage in ("gate_up", "down")]
             us, floor = sum(row["us"] for row in ours), sum(row["floor_us"] for row in ours)
@@ -42,9 +44,19 @@ def gemm_table() -> None:
 def small_table() -> None:
     print("\n| case | tokens | us a layer | x floor | humming | humming / Chord |\n|--|--|--|--|--|--|")
     for row in rows():
-        if "case" in row and "humming_us" in row:
+        if "case" in row and "humming_us" in row and "layer" not in row:
             us, peer = row["us_per_layer"], row["humming_us"]
             print(f"| {row['case']} | {row['tokens']} | {us:.1f} | {us / row['floor_us']:.2f} | {peer:.1f} | {peer / us:.2f} |")
+
+
+def warp_decode_table() -> None:
+    """Whole layers against humming's two products alone: live where they were, else as recorded."""
+    print("\n| case | tokens | us a layer | x floor | GB/s | two products of humming | humming / Chord |\n|--|--|--|--|--|--|--|")
+    for row in rows():
+        if row.get("layer") == "warp-decode" and row["routing"] == "uniform":
+            us, peer = row["us_per_layer"], row.get("humming_us", row.get("recorded_peer_us"))
+            against = f"{peer:.1f} | {peer / us:.2f}" if peer else "- | -"
+            print(f"| {row['case']} | {row['tokens']} | {us:.1f} | {us / row['floor_us']:.2f} | {row['gbs']} | {against} |")
 
 
 def live_table() -> None:
@@ -61,3 +73,4 @@ if __name__ == "__main__":
     gemm_table()
     small_table()
     live_table()
+    warp_decode_table()

@@ -13,7 +13,7 @@ import pytest
 from support import ROOT, SOURCES
 
 DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
-MODULES = ("weights", "ops", "layer")
+MODULES = ("weights", "ops", "decode", "layer")
 RESULTS = ROOT / "benchmarks" / "results"
 RESULT_ROWS = [row for path in sorted(RESULTS.glob("*.json")) for row in json.loads(path.read_text())["rows"]]
 
@@ -56,13 +56,27 @@ def test_the_readmes_small_batches_are_the_result_files() -> None:
     """Both sides of one process."""
     pattern = r"^\| (int4-[\w-]+) \| (\d+) \| ([\d.]+) \| [\d.]+ \| ([\d.]+) \| ([\d.]+) \|$"
     rows = re.findall(pattern, (ROOT / "README.md").read_text(), re.MULTILINE)
-    measured = {(row["case"], row["tokens"]): row for row in RESULT_ROWS if "case" in row and "humming_us" in row}
+    measured = {(row["case"], row["tokens"]): row for row in RESULT_ROWS if "case" in row and "humming_us" in row and "layer" not in row}
     assert rows
     for case, tokens, us, humming, ratio in rows:
         row = measured[case, int(tokens)]
         assert float(us) == pytest.approx(row["us_per_layer"], abs=0.06)
         assert float(humming) == pytest.approx(row["humming_us"], abs=0.06)
         assert float(ratio) == pytest.approx(row["humming_us"] / row["us_per_layer"], abs=0.006)
+
+
+def test_the_warp_decode_table_is_the_result_files() -> None:
+    rows = re.findall(
+        r"^\| ((?:int4|mxfp8)-[\w-]+) \| (\d+) \| ([\d.]+) \| ([\d.]+) \| (\d+) \| ", (ROOT / "README.md").read_text(), re.MULTILINE
+    )
+    uniform = [row for row in RESULT_ROWS if row.get("layer") == "warp-decode" and row["routing"] == "uniform"]
+    measured = {(row["case"], row["tokens"]): row for row in uniform}
+    assert len(rows) == len(measured)
+    for case, tokens, us, ratio, gbs in rows:
+        row = measured[case, int(tokens)]
+        assert float(us) == pytest.approx(row["us_per_layer"], abs=0.06)
+        assert float(ratio) == pytest.approx(row["us_per_layer"] / row["floor_us"], abs=0.006)
+        assert int(gbs) == row["gbs"]
 
 
 def test_the_live_comparison_is_the_result_files() -> None:
