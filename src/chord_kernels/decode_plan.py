@@ -9,9 +9,11 @@ from dataclasses import replace
 from .kernels import (
     ARCHITECTURES,
     BLOCK_BYTES,
+    CTA_SMEM,
     LEAST_DECODE_STAGES,
     MOST_EXPERTS,
     MOST_TOP_K,
+    SMEM_OF_SM,
     TILE_ARCHITECTURES,
     TILE_K,
     TILE_ROWS,
@@ -72,19 +74,25 @@ def warp_decode_plan(
     activations, and one in down, which has few rows. One CTA an SM, but where both launches of a layer fit beside each other: down's
     first weights are then on their way while gate/up ends.
     """
+    layer = (format_name, arch, sm_count, tokens, top_k, experts, hidden, intermediate)
+    plan = _alone(product, *layer)
+    if product == "gate_up":
+        return plan
+    beside, gate_up = replace(plan, beside=True), _alone("gate_up", *layer)
+    return beside if beside.smem_bytes + gate_up.smem_bytes + 2 * CTA_SMEM <= SMEM_OF_SM else plan
+
+
+def _alone(
+    product: str, format_name: str, arch: str, sm_count: int, tokens: int, top_k: int, experts: int, hidden: int, intermediate: int
+) -> WarpDecodePlan:
     batch = next(b for b in WARP_DECODE_BATCHES if tokens <= b)
     slots = 8 if top_k <= 8 else MOST_TOP_K
-    group = 8 if batch > 16 else 4
-    beside = False
     if format_name == "w4a16":
         few = batch * slots * 2 * intermediate // TILE_ROWS <= sm_count // 2
         blocks, k_tiles = 2 if few else 4, 2
     elif product == "gate_up":
-        group = max(2, min(batch, group))
         blocks, k_tiles = (2, 2) if batch <= 8 else (4, 1)
     else:
-        group = max(2, min(batch, group))
-        beside = batch <= 2
         blocks, k_tiles = 1, 4 if batch in (4, 8) else 2
     while (hidden if product == "gate_up" else intermediate) // TILE_K % k_tiles:
         k_tiles //= 2
@@ -98,8 +106,8 @@ def warp_decode_plan(
         blocks=blocks,
         k_tiles=k_tiles,
         stages=LEAST_DECODE_STAGES,
-        tokens=group,
-        beside=beside,
+        tokens=max(2, min(batch, 8 if batch > 16 else 4)),
+        beside=False,
     )
     narrower = (replace(widest, blocks=blocks >> shift) for shift in range(blocks.bit_length()))
     plan = next(plan for plan in narrower if plan.why_illegal() is None)

@@ -16,7 +16,8 @@ TILE_K = 64
 TILE_BYTES = 2304
 TOKEN_BYTES = TILE_K * 2
 
-SMEM_OF_SM = 228 * 1024  # bytes, on Hopper and on Blackwell; every CTA takes 1 KB beside its own
+SMEM_OF_SM = 228 * 1024  # bytes, on Hopper and on Blackwell
+CTA_SMEM = 1024  # that every CTA takes beside its own
 WIDTHS_PER_KERNEL = 4  # token widths compiled into one tile kernel; more make ptxas serialise the wgmma
 BLOCK_ROWS = (8, 16, 32, 64, 96, 128)
 EXACT_BLOCK_ROWS = 32  # beyond, the second set of accumulators does not fit the registers
@@ -32,7 +33,7 @@ LEAST_PRODUCER_REGISTERS = 56
 
 def smem_limit(ctas: int) -> int:
     """Bytes of shared memory a CTA may have where `ctas` of them share an SM."""
-    return SMEM_OF_SM // ctas - 1024
+    return SMEM_OF_SM // ctas - CTA_SMEM
 
 
 def _align(value: int, to: int) -> int:
