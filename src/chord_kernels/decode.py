@@ -122,14 +122,11 @@ def _warp_decode_cuda(
         first, second = (warp_decode_plan(product, format_name, arch=arch, sm_count=sm_count, **sizes) for product in WARP_DECODE_PRODUCTS)
         down_shape = (down.shape[1] * form.tile_rows // 16, down.shape[2])  # 16-row blocks, k-tiles
         down_grid = min(sm_count, down_shape[0] // second.blocks)
-        for plan, source, weight, target, grid, following in (
-            (first, x, gate_up, hidden, sm_count, (down.data_ptr(), *down_shape, second.blocks, down_grid)),
-            (second, hidden, down, out, down_grid, (0, 0, 0, 1, 0)),
-        ):
+        for plan, source, weight, target, grid in ((first, x, gate_up, hidden, sm_count), (second, hidden, down, out, down_grid)):
             addresses = (source.data_ptr(), weight.data_ptr(), target.data_ptr(), *routing)
             shape = (weight.shape[1] * form.tile_rows // 16, weight.shape[2])
             kernel = load(plan, index, capturing=torch.cuda.is_current_stream_capturing)
-            kernel.launch(stream, grid, addresses + shape + counts + following, dependent=True)
+            kernel.launch(stream, grid, addresses + shape + counts, dependent=True)
 
 
 def _warp_decode_cpu(

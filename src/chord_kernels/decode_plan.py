@@ -71,8 +71,9 @@ def warp_decode_plan(
 
     A warp has several k-tiles or blocks at once, so that one's loads and products fill the other's waits: INT4 blocks lie four to a tile,
     and are taken by two where that many tiles would leave SMs idle; MXFP8 ones are two or four in gate/up, where they share its
-    activations, and one in down, which has few rows. One CTA an SM, but where both launches of a layer fit beside each other: down's
-    first weights are then on their way while gate/up ends.
+    activations, and in down one, which has few rows, or from 16 tokens on two where that leaves no SM idle: its activations are read
+    again for every block or two. One CTA an SM, but where both launches of a layer fit beside each other: down's first weights are then
+    on their way while gate/up ends.
     """
     layer = (format_name, arch, sm_count, tokens, top_k, experts, hidden, intermediate)
     plan = _alone(product, *layer)
@@ -92,6 +93,8 @@ def _alone(
         blocks, k_tiles = 2 if few else 4, 2
     elif product == "gate_up":
         blocks, k_tiles = (2, 2) if batch <= 8 else (4, 1)
+    elif batch > 8 and 5 * (hidden // 32) >= 4 * sm_count:
+        blocks, k_tiles = 2, 1
     else:
         blocks, k_tiles = 1, 4 if batch in (4, 8) else 2
     while (hidden if product == "gate_up" else intermediate) // TILE_K % k_tiles:

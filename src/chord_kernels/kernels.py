@@ -307,7 +307,7 @@ class WarpDecodePlan:
             "kKTiles": self.k_tiles,
             "kStages": self.stages,
             "kThreads": self.threads,
-            "kCtas": 2,  # of registers' share, so that both products fit an SM
+            "kCtas": 2 if self.product == "gate_up" or self.beside else 1,  # of registers: both products fit an SM
             "kSmemBytes": self.smem_bytes,
         }
 

@@ -47,11 +47,6 @@ _WARP_DECODE: tuple[Argument, ...] = (
     ("top_k", "chord::int32_t", ctypes.c_int32),
     ("experts", "chord::int32_t", ctypes.c_int32),
     ("map_size", "chord::int32_t", ctypes.c_int32),
-    ("next_weights", "const chord::uint8_t* __restrict__", int),
-    ("next_rows", "chord::int32_t", ctypes.c_int32),
-    ("next_k_tiles", "chord::int32_t", ctypes.c_int32),
-    ("next_blocks", "chord::int32_t", ctypes.c_int32),
-    ("next_ctas", "chord::int32_t", ctypes.c_int32),
 )
 
 _CONTRACT = {"indexed": "kIndexed", "contiguous": "kContiguous", "masked": "kMasked"}
@@ -70,8 +65,7 @@ def translation_unit(plan: Plan) -> str:
     if isinstance(plan, WarpDecodePlan):
         enums = {"Format kFormat": _FORMAT[plan.format]}
         call = """{activations, weights, outputs, rows, k_tiles},
-                             {ids, expert_map, routing_weights, tokens, top_k, experts, map_size},
-                             {next_weights, next_rows, next_k_tiles, next_blocks, next_ctas}"""
+                             {ids, expert_map, routing_weights, tokens, top_k, experts, map_size}"""
     else:
         enums = {
             "Contract kContract": _CONTRACT[plan.contract],

@@ -15,11 +15,6 @@ __device__ __forceinline__ void copy_bulk(uint32_t destination, const void* sour
 // Asks for the line at `address` to be in L2; changes nothing that the program can see.
 __device__ __forceinline__ void prefetch_line(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 
-// The same for `bytes` of them, a multiple of 16.
-__device__ __forceinline__ void prefetch_bulk(const void* address, uint32_t bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes) : "memory");
-}
-
 // 16 bytes, past L1.
 __device__ __forceinline__ void copy_async_16(uint32_t destination, const void* source) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(destination), "l"(source) : "memory");

@@ -120,21 +120,8 @@ struct GateUpTasks {
   __device__ __forceinline__ int row_of(int i) const { return group().tokens[i]; }
 };
 
-// Asks for the weights that the CTA of this number in warp_down reads first to be in L2, while memory is idle: until that kernel has its
-// first copies on their way. The task of each of its warps is a run of memory: of a block (MXFP8), or of a tile (INT4).
 template <class Config>
-__device__ __forceinline__ void prefetch_down(const DecodeNext& next, const DecodeGroups<Config>& groups, int warp, int lane) {
-  using Block = DecodeBlock<Config::kFormat>;
-  constexpr int kBytes = 16 << 10;  // a warp
-  const DecodeUnits units(next.rows / next.blocks, blockIdx.x, next.ctas);
-  const int index = warp + lane * kDecodeWarps<Config>, run = next.k_tiles * Block::kKStride;
-  if (static_cast<int>(blockIdx.x) >= next.ctas || units.first >= units.last || index >= groups.count || lane * run >= kBytes) return;
-  const int row = units.first * next.blocks / Block::kRunBlocks * Block::kRunBlocks;
-  prefetch_bulk(next.weights + Block::offset(groups.groups[index].expert, row, next.rows, next.k_tiles), min(run, kBytes - lane * run));
-}
-
-template <class Config>
-__device__ __forceinline__ void warp_gate_up(const DecodeOperands& operands, const DecodeRouting& routing, const DecodeNext& next) {
+__device__ __forceinline__ void warp_gate_up(const DecodeOperands& operands, const DecodeRouting& routing) {
   extern __shared__ __align__(128) uint8_t shared_memory[];
   constexpr int kWarps = kDecodeWarps<Config>;
   struct Storage {
@@ -186,7 +173,6 @@ __device__ __forceinline__ void warp_gate_up(const DecodeOperands& operands, con
       }
     }
   }
-  prefetch_down<Config>(next, storage.common.groups, warp, lane);
 }
 
 // A warp's groups, every kDecodeWarps-th, for each of a CTA's units [unit, end) of kBlocks blocks.
@@ -211,7 +197,7 @@ struct DownTasks {
 };
 
 template <class Config>
-__device__ __forceinline__ void warp_down(const DecodeOperands& operands, const DecodeRouting& routing, const DecodeNext&) {
+__device__ __forceinline__ void warp_down(const DecodeOperands& operands, const DecodeRouting& routing) {
   extern __shared__ __align__(128) uint8_t shared_memory[];
   constexpr int kUnitRows = Config::kBlocks * 16;
   struct Storage {

@@ -17,7 +17,7 @@ template <>
 struct DecodeBlock<Format::kInt4> {
   static constexpr int kBytes = sizeof(WeightBlock);
   static constexpr int kKStride = sizeof(WeightTile);  // from one k-tile to the next
-  static constexpr int kTileBlocks = 4, kRunBlocks = kTileBlocks;  // whose k-tiles lie behind each other
+  static constexpr int kTileBlocks = 4;
 
   WeightFragment fragment;
 
@@ -54,7 +54,6 @@ struct DecodeBlock<Format::kMxfp8> {
   static constexpr int kCodeBytes = 1024;
   static constexpr int kBytes = kCodeBytes + 32;
   static constexpr int kKStride = kBytes;
-  static constexpr int kRunBlocks = 1;
 
   uint32_t words[8];  // two a k-step of 16
   uint32_t scales;    // E8M0 bytes [row half][32-group]

@@ -16,15 +16,6 @@ struct DecodeOperands {
   int32_t k_tiles;  // K / 64
 };
 
-// The product whose kernel comes next.
-struct DecodeNext {
-  const uint8_t* weights;
-  int32_t rows;
-  int32_t k_tiles;
-  int32_t blocks;  // of its units
-  int32_t ctas;
-};
-
 template <class Config>
 struct DecodeStage {
   using Block = DecodeBlock<Config::kFormat>;
