@@ -134,8 +134,9 @@ class MoELayer:
     def _block_rows(self, tokens: int, top_k: int) -> int:
         return ops.block_rows_on(self.gate_up.device, tokens * top_k / self.gate_up.experts)
 
-    def warmup(self) -> int:
-        """Compile and load every kernel that any batch can need on the weights' device; returns how many."""
+    def warmup(self, contracts: tuple[str, ...] = ("indexed",)) -> int:
+        """Compile and load every kernel that any batch can need on the weights' device; returns how many. contracts: beyond warp decode,
+        those of the ops that will be called; the layer itself calls `indexed`."""
         device = self.gate_up.device
         if device.type != "cuda":
             return 0
@@ -146,7 +147,7 @@ class MoELayer:
         experts, hidden, inter = self.gate_up.experts, self.hidden, self.intermediate
         plans: list[Plan] = []
         if self.gate_up.format is W4A16:
-            plans += buckets(arch=arch, experts=experts, hidden=hidden, intermediate=inter, contracts=("indexed",), sm_count=sm_count)
+            plans += buckets(arch=arch, experts=experts, hidden=hidden, intermediate=inter, contracts=contracts, sm_count=sm_count)
         if warp_decodes(self.gate_up.format.name, 1, 1, experts):
             plans += warp_decode_buckets(
                 arch, self.gate_up.format.name, experts=experts, hidden=hidden, intermediate=inter, sm_count=sm_count
