@@ -110,7 +110,7 @@ class MoELayer:
         by_row = IndexedRows(routing.sorted_ids, routing.expert_ids, routing.num_tokens_padded, top_k=1, block_rows=block_rows)
         ops.indexed(hidden, self.down, by_row, out=values, dependent_launch="weights_first")
         weights = torch.where(local < experts, topk_weights.to(torch.float32), 0.0)
-        return _weighted_sum(values.view(tokens, top_k, -1), weights, out)
+        return weighted_sum(values.view(tokens, top_k, -1), weights, out)
 
     def numerics(self, tokens: int, top_k: int) -> str:
         """Which definition of `reference` a batch of this size computes: "exact" or "bf16"."""
@@ -160,7 +160,7 @@ class MoELayer:
         return len(plans)
 
 
-def _weighted_sum(values: Tensor, weights: Tensor, out: Tensor | None) -> Tensor:
+def weighted_sum(values: Tensor, weights: Tensor, out: Tensor | None) -> Tensor:
     """FP32 sum over dim 1 of values BF16 [M, top_k, H] * weights FP32 [M, top_k]; some tokens at a time to bound the scratch."""
     tokens, top_k, hidden = values.shape
     result = values.new_empty((tokens, hidden)) if out is None else out

@@ -25,6 +25,7 @@ class LayerFacts:
     quantized_activations: bool
     dtype: str
     activation: str
+    clamped: bool  # a limit, alpha or beta of the activation
     bias: bool
     lora: bool
     expert_balancing: bool
@@ -47,6 +48,7 @@ _WANTED = {
     "quantized_activations": False,
     "dtype": "bfloat16",
     "activation": "silu",
+    "clamped": False,
     "bias": False,
     "lora": False,
     "expert_balancing": False,

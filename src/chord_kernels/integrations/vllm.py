@@ -15,6 +15,7 @@ from .. import settings
 from .scheme import LayerFacts, why_not_layer
 
 TESTED = ("0.26.", "0.33.")
+_CLAMPS = ("swiglu_limit", "swiglu_alpha", "swiglu_beta", "activation_situ_beta", "activation_situ_linear_beta")
 
 _logger = logging.getLogger("vllm.chord_kernels")  # under vLLM's own handler
 _said: set[str] = set()
@@ -103,6 +104,7 @@ def _facts(config: Any, layer: Any, prefix: str) -> LayerFacts | None:
         quantized_activations=schemes[0].get("input_activations") is not None,
         dtype=str(moe.in_dtype).removeprefix("torch."),
         activation=text(moe.activation),
+        clamped=any(getattr(moe, name, None) is not None for name in _CLAMPS),
         bias=bool(moe.has_bias),
         lora=bool(moe.is_lora_enabled),
         expert_balancing=bool(moe.moe_parallel_config.enable_eplb),

@@ -28,7 +28,7 @@ from .. import ops
 from ..decode import warp_decode
 from ..decode_plan import warp_decodes
 from ..formats import W4A16
-from ..layer import MoELayer
+from ..layer import MoELayer, weighted_sum
 from ..rows import IndexedRows, MaskedRows, align_indexed
 from ..weights import PackedWeight, empty_weight, pack_expert_into
 
@@ -112,7 +112,7 @@ class ChordExperts(_Experts):
         ops.indexed(hidden_states, gate_up, routing, epilogue="swiglu", out=hidden)
         by_row = IndexedRows(routing.sorted_ids, routing.expert_ids, routing.num_tokens_padded, 1, block_rows)
         ops.indexed(hidden, down, by_row, out=values, dependent_launch="weights_first")
-        TopKWeightAndReduceContiguous().apply(output, values.view(tokens, top_k, -1), topk_weights, topk_ids, apply_router_weight_on_input)
+        _reduce(values.view(tokens, top_k, -1), topk_weights, topk_ids, output)
 
 
 class ChordBatchedExperts(_Experts):
@@ -129,7 +129,7 @@ class ChordBatchedExperts(_Experts):
         self, M: int, N: int, K: int, topk: int, global_num_experts: int, local_num_experts: int, expert_tokens_meta: Any, activation: Any
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         rows = (self.max_num_tokens or M) * (self.num_dispatchers or 1)
-        return (local_num_experts, rows, N // 2), (0,), (local_num_experts, rows, K)
+        return (0,), (local_num_experts, rows, N // 2), (local_num_experts, rows, K)  # the first lies where the output does
 
     def apply(
         self,
@@ -154,13 +154,20 @@ class ChordBatchedExperts(_Experts):
         experts, rows, _ = hidden_states.shape
         expected = -(-topk_ids.numel() // max(global_num_experts, 1))  # rows an expert, if routing were even
         routing = MaskedRows(expert_tokens_meta.expert_num_tokens, min(max(expected, 1), rows))
-        hidden = _room(workspace13, experts * rows, gate_up.n // 2)
+        hidden = _room(workspace2, experts * rows, gate_up.n // 2)
         ops.masked(hidden_states, gate_up, routing, epilogue="swiglu", out=hidden)
         ops.masked(hidden, down, routing, out=output.view(experts * rows, -1), dependent_launch="weights_first")
 
 
 def _room(workspace: Tensor, rows: int, columns: int) -> Tensor:
     return workspace.view(-1)[: rows * columns].view(rows, columns)
+
+
+def _reduce(values: Tensor, topk_weights: Tensor, topk_ids: Tensor, output: Tensor) -> None:
+    if values.device.type == "cuda":
+        TopKWeightAndReduceContiguous().apply(output, values, topk_weights, topk_ids, False)
+    else:
+        weighted_sum(values, topk_weights.to(torch.float32), output)
 
 
 def _align(topk_ids: Tensor, experts: int, block_rows: int, expert_map: Tensor | None) -> IndexedRows:
