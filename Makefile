@@ -30,7 +30,7 @@ test: $(STAMP)
 test-vllm:
 	$(PYTHON) -m venv $(VENV)-vllm
 	$(VENV)-vllm/bin/python -m pip install --quiet "$(VLLM)" --editable ".[test]"
-	PYTHONPATH=tests $(VENV)-vllm/bin/python -m pytest tests/vllm
+	PYTHONPATH=tests $(VENV)-vllm/bin/python -m pytest tests/vllm_plugin
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers of vLLM Chord takes; the rules alone, without vLLM (tests/vllm has it inside the package)."""
+"""Which layers of vLLM Chord takes; the rules alone, without vLLM (tests/vllm_plugin has it inside the package)."""
 
 from __future__ import annotations
 
