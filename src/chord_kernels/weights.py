@@ -130,8 +130,8 @@ def pack_expert_into(weight: PackedWeight, expert: int, values: Tensor, scales: 
             )
     if tuple(scales.shape) != (n, k // form.group):
         raise FormatError(
-            f"scales are {list(scales.shape)}, {'elements' if form is MXFP8 else 'codes'} are [{n}, {k}]: with group size {form.group} the scales must be "
-            f"[{n}, {k // form.group}]; a K-sharded weight needs its scales cut along K too"
+            f"scales are {list(scales.shape)}, {'elements' if form is MXFP8 else 'codes'} are [{n}, {k}]: with group size {form.group} "
+            f"the scales must be [{n}, {k // form.group}]; a K-sharded weight needs its scales cut along K too"
         )
     scales = scales.to(weight.device)
     form.pack_expert(
