@@ -12,7 +12,7 @@ from .errors import FormatError, UnsupportedError
 from .formats import FORMATS
 from .ops import device_arch
 from .ops import library as _library
-from .weights import PackedWeight
+from .weights import PackedWeight, check_layer
 
 _library.define(
     "warp_decode(Tensor x, Tensor gate_up, Tensor down, str format, Tensor topk_ids, Tensor topk_weights, Tensor? expert_map, "
@@ -73,13 +73,7 @@ def _check(
     x: Tensor, gate_up: PackedWeight, down: PackedWeight, ids: Tensor, weights: Tensor, out: Tensor | None, expert_map: Tensor | None
 ) -> int:
     """Checks that need no device; returns the number of tokens."""
-    if gate_up.format is not down.format or not gate_up.paired or down.paired:
-        raise FormatError("gate_up and down have one format, gate_up is packed with gate_up=True and down without it")
-    if (down.experts, down.n, 2 * down.k) != (gate_up.experts, gate_up.k, gate_up.n):
-        raise FormatError(
-            f"gate_up is [{gate_up.experts}, {gate_up.n}, {gate_up.k}], down is [{down.experts}, {down.n}, {down.k}]; "
-            "for gate_up [E, 2I, H] down is [E, H, I]"
-        )
+    check_layer(gate_up, down)
     if x.dtype != torch.bfloat16 or x.ndim != 2 or x.shape[1] != gate_up.k or not x.is_contiguous():
         raise FormatError(f"x is {x.dtype} {list(x.shape)}, strides {x.stride()}; give contiguous bfloat16 [B, {gate_up.k}]")
     if ids.ndim != 2 or ids.shape != weights.shape or ids.shape[0] != x.shape[0]:

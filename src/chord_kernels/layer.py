@@ -18,7 +18,7 @@ from .kernels import Plan
 from .plan import buckets, numerics_for
 from .progress import progress
 from .rows import IndexedRows, align_local, local_experts
-from .weights import PackedWeight
+from .weights import PackedWeight, check_layer
 
 _SUM_SCRATCH = 256 << 20  # bytes of FP32 products that the weighted sum holds at once
 
@@ -39,14 +39,7 @@ class MoELayer:
     def __post_init__(self) -> None:
         if self.activation != "silu":
             raise UnsupportedError(f"activation {self.activation!r} is not computed; only 'silu' (SwiGLU without clamp or alpha) is")
-        if not self.gate_up.paired or self.down.paired:
-            raise FormatError("gate_up must be packed with gate_up=True and down without it")
-        gate_up, down = self.gate_up, self.down
-        if (down.experts, down.n, 2 * down.k) != (gate_up.experts, gate_up.k, gate_up.n):
-            raise FormatError(
-                f"gate_up is [{gate_up.experts}, {gate_up.n}, {gate_up.k}], down is [{down.experts}, {down.n}, {down.k}]; "
-                "for gate_up [E, 2I, H] down is [E, H, I]"
-            )
+        check_layer(self.gate_up, self.down)
 
     @classmethod
     def from_checkpoint(

@@ -105,6 +105,19 @@ class PackedWeight:
             raise FormatError(f"{path} is not a readable safetensors file: {error}") from error
 
 
+def check_layer(gate_up: PackedWeight, down: PackedWeight) -> None:
+    """Raises FormatError unless the two make a layer."""
+    if gate_up.format is not down.format:
+        raise FormatError(f"gate_up is {gate_up.format.name} and down {down.format.name}; a layer has one format")
+    if not gate_up.paired or down.paired:
+        raise FormatError("gate_up must be packed with gate_up=True and down without it")
+    if (down.experts, down.n, 2 * down.k) != (gate_up.experts, gate_up.k, gate_up.n):
+        raise FormatError(
+            f"gate_up is [{gate_up.experts}, {gate_up.n}, {gate_up.k}], down is [{down.experts}, {down.n}, {down.k}]; "
+            "for gate_up [E, 2I, H] down is [E, H, I]"
+        )
+
+
 def empty_weight(form: Format, experts: int, n: int, k: int, *, paired: bool = False, device: torch.device | str = "cpu") -> PackedWeight:
     """An uninitialised weight to be filled expert by expert with `pack_expert_into`."""
     if reason := form.why_not(n, k, paired=paired):
