@@ -57,6 +57,21 @@ def test_batches(format_name: str, tokens: int, experts: int, hidden: int, inter
 
 
 @pytest.mark.parametrize("format_name", FORMATS)
+@pytest.mark.parametrize("tokens", [1, 8, 32])
+def test_accuracy_to_fp64_without_any_rounding(format_name: str, tokens: int) -> None:
+    """And against the path that quantizes activations to MXFP8."""
+    pair = layer(format_name, 64, 2048, 768)
+    x, ids = tokens_of(tokens, 2048), random_ids(tokens, 64, 8, device="cuda", seed=tokens)
+    weights = torch.softmax(torch.randn((tokens, 8), device="cuda"), dim=1)
+    value, exact = compute(x, pair, ids, weights).double(), reference.layer(x, *pair, ids, weights, dtype=torch.float64)
+    quantized = reference.layer(x, *pair, ids, weights, dtype=torch.float64, round_hidden=True, quantize_activations=True)
+    assert 1 - torch.nn.functional.cosine_similarity(value.flatten(), exact.flatten(), dim=0) < 4e-6
+    ulp = torch.exp2(torch.floor(torch.log2(exact.abs().max())) - 7)
+    assert (value - exact).abs().max() <= ulp
+    assert reference.relative_error(quantized, exact) > 1.4 * reference.relative_error(value, exact)
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
 def test_all_tokens_of_the_same_experts(format_name: str) -> None:
     pair = layer(format_name, 16, 512, 192)
     x, weights = tokens_of(64, 512), torch.rand((64, 4), device="cuda")
