@@ -104,9 +104,8 @@ class TilePlan:
             end = (self.stages + 1) * self.block_rows * 4
         else:
             end = self.consumer_groups * self.block_rows * (self.staging_bytes + 16)
-        bookkeeping = (
-            (self.stages + 1) * 16 + _align(6 * 4 + 3 * 4, 8) + self.stages * (8 + 8)
-        )  # pieces; strips and the one drawn; barriers
+        pieces, strips, barriers = (self.stages + 1) * 16, _align(6 * 4 + 3 * 4, 8), self.stages * (8 + 8)  # strips: and the one drawn
+        bookkeeping = pieces + strips + barriers
         return _align(self.stages * self.stage_bytes + _align(end, 16) + bookkeeping, 1024)
 
     @property

@@ -221,7 +221,7 @@ def test_12_two_streams_at_once() -> None:
         assert all(torch.equal(value, expected[side]) for value in results[side])
 
 
-@pytest.mark.parametrize("block_rows", [8, 16, 32, 64, 128])
+@pytest.mark.parametrize("block_rows", [8, 16, 32, 64, 96, 128])
 def test_14_the_largest_routing(block_rows: int) -> None:
     experts, tokens, n, k = 384, 16384, 256, 256
     weight = random_weight(experts, n, k, device="cuda")
