@@ -103,7 +103,7 @@ class MoELayer:
         by_row = IndexedRows(routing.sorted_ids, routing.expert_ids, routing.num_tokens_padded, top_k=1, block_rows=block_rows)
         ops.indexed(hidden, self.down, by_row, out=values, dependent_launch="weights_first")
         weights = torch.where(local < experts, topk_weights.to(torch.float32), 0.0)
-        return _weighted_sum(values.view(tokens, top_k, -1), weights, out)
+        return weighted_sum(values.view(tokens, top_k, -1), weights, out)
 
     def numerics(self, tokens: int, top_k: int) -> str:
         """Which definition of `reference` a batch of this size computes: "exact" or "bf16"."""
@@ -127,8 +127,9 @@ class MoELayer:
     def _block_rows(self, tokens: int, top_k: int) -> int:
         return ops.block_rows_on(self.gate_up.device, tokens * top_k / self.gate_up.experts)
 
-    def warmup(self) -> int:
-        """Compile and load every kernel that any batch can need on the weights' device; returns how many."""
+    def warmup(self, contracts: tuple[str, ...] = ("indexed",)) -> int:
+        """Compile and load every kernel that any batch can need on the weights' device; returns how many. contracts: beyond warp decode,
+        those of the ops that will be called; the layer itself calls `indexed`."""
         device = self.gate_up.device
         if device.type != "cuda":
             return 0
@@ -139,7 +140,7 @@ class MoELayer:
         experts, hidden, inter = self.gate_up.experts, self.hidden, self.intermediate
         plans: list[Plan] = []
         if self.gate_up.format is W4A16:
-            plans += buckets(arch=arch, experts=experts, hidden=hidden, intermediate=inter, contracts=("indexed",), sm_count=sm_count)
+            plans += buckets(arch=arch, experts=experts, hidden=hidden, intermediate=inter, contracts=contracts, sm_count=sm_count)
         if warp_decodes(self.gate_up.format.name, 1, 1, experts):
             plans += warp_decode_buckets(
                 arch, self.gate_up.format.name, experts=experts, hidden=hidden, intermediate=inter, sm_count=sm_count
@@ -152,7 +153,7 @@ class MoELayer:
         return len(plans)
 
 
-def _weighted_sum(values: Tensor, weights: Tensor, out: Tensor | None) -> Tensor:
+def weighted_sum(values: Tensor, weights: Tensor, out: Tensor | None) -> Tensor:
     """FP32 sum over dim 1 of values BF16 [M, top_k, H] * weights FP32 [M, top_k]; some tokens at a time to bound the scratch."""
     tokens, top_k, hidden = values.shape
     result = values.new_empty((tokens, hidden)) if out is None else out

@@ -6,6 +6,7 @@ CHORD_CACHE_DIR                        where compiled kernels are kept (default:
 CHORD_W4A16_BM, _BN, _BK, _STAGES      pin a schedule for experiments: token rows a block, weight rows a
                                        panel, k a stage, stages of the ring
 CHORD_W4A16_KERNEL                     tile or stream: the kernel, where it computes a problem
+CHORD_VLLM                             the vLLM plugin: on (default), off, or force (also where a backend was named)
 =====================================  =================================================================
 """
 
@@ -24,6 +25,7 @@ PINS = {"BM": "block_rows", "BN": "panel_rows", "BK": "stage_k", "STAGES": "stag
 
 
 KERNELS = ("tile", "stream")
+VLLM_MODES = ("on", "off", "force")
 
 
 def schedule_pins() -> dict[str, int | str]:
@@ -41,6 +43,14 @@ def schedule_pins() -> dict[str, int | str]:
             raise FormatError(f"CHORD_W4A16_{suffix}={text!r} is not a positive whole number; unset it or give one")
         pins[field] = int(text)
     return pins
+
+
+def vllm_mode() -> str:
+    """on, off or force."""
+    mode = os.environ.get("CHORD_VLLM") or "on"
+    if mode not in VLLM_MODES:
+        raise FormatError(f"CHORD_VLLM={mode!r} is not known; unset it or give one of {', '.join(VLLM_MODES)}")
+    return mode
 
 
 def _user_cache() -> Path | None:

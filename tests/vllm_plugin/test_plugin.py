@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plugin inside the real vLLM package, on CPU tensors. Needs vLLM: `make test-vllm`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from support import quantization_config, random_codes, random_ids
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
+from vllm.model_executor.layers.fused_moe.prepare_finalize.batched import BatchedPrepareAndFinalize
+from vllm.model_executor.layers.quantization import get_quantization_config
+
+import chord_kernels as chord
+from chord_kernels import reference
+from chord_kernels.formats import W4A16
+from chord_kernels.integrations import vllm as plugin
+from chord_kernels.integrations.scheme import why_not_layer
+from chord_kernels.integrations.vllm_moe import ChordMoEMethod
+
+EXPERTS, HIDDEN, INTER, TOP_K = 8, 256, 128, 2
+
+
+@pytest.fixture(autouse=True)
+def workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.worker import workspace
+
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)  # vLLM calls it where its buffers grow; there is no accelerator
+
+    if not workspace.is_workspace_manager_initialized():
+        workspace.init_workspace_manager(torch.device("cpu"))
+
+
+def config(**changes: Any) -> FusedMoEConfig:
+    return FusedMoEConfig(
+        **{
+            "num_experts": EXPERTS,
+            "experts_per_token": TOP_K,
+            "hidden_dim": HIDDEN,
+            "intermediate_size": INTER,
+            "num_local_experts": EXPERTS,
+            "num_logical_experts": EXPERTS,
+            "activation": MoEActivation.SILU,
+            "device": "cpu",
+            "routing_method": RoutingMethodType.Renormalize,
+            "moe_parallel_config": FusedMoEParallelConfig.make_no_parallel(),
+            "in_dtype": torch.bfloat16,
+        }
+        | changes
+    )
+
+
+class Layer(torch.nn.Module):
+    """What the method reads of vLLM's RoutedExperts."""
+
+    def __init__(self, moe: FusedMoEConfig, expert_map: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.moe_config, self.activation = moe, MoEActivation.SILU
+        self.global_num_experts, self.expert_map = moe.num_experts, expert_map
+        self.apply_router_weight_on_input = False
+
+    def _expert_routing_tables(self) -> None:
+        return None
+
+
+def loaded(method: ChordMoEMethod, layer: Layer) -> tuple[chord.PackedWeight, chord.PackedWeight]:
+    """The layer with random weights; and the same, packed by hand."""
+    local = layer.moe_config.num_local_experts
+    method.create_weights(layer, local, HIDDEN, INTER, torch.bfloat16, weight_loader=None)
+    packed = []
+    for seed, (name, n, k) in enumerate((("w13", 2 * INTER, HIDDEN), ("w2", HIDDEN, INTER))):
+        codes, scales = random_codes(local, n, k, seed=seed)
+        getattr(layer, f"{name}_weight_packed").data.copy_(W4A16.words_of_codes(codes))
+        getattr(layer, f"{name}_weight_scale").data.copy_(scales)
+        packed.append(chord.pack_w4a16(codes, scales, gate_up=name == "w13"))
+    method.process_weights_after_loading(layer)
+    return packed[0], packed[1]
+
+
+def test_registration_is_idempotent_and_keeps_the_class() -> None:
+    before = get_quantization_config("compressed-tensors")
+    plugin.register()
+    first = get_quantization_config("compressed-tensors")
+    plugin.register()
+    assert get_quantization_config("compressed-tensors") is first
+    assert issubclass(first, before)
+
+
+def test_off_registers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHORD_VLLM", "off")
+    monkeypatch.setattr(plugin, "_registered", set())
+    before = get_quantization_config("compressed-tensors")
+    plugin.register()
+    assert get_quantization_config("compressed-tensors") is before
+
+
+def test_a_broken_setting_does_not_raise(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("CHORD_VLLM", "perhaps")
+    plugin.register()
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+def test_a_layer_computes_what_the_reference_does(tokens: int) -> None:
+    method, layer = ChordMoEMethod(config(), batched=False), Layer(config())
+    gate_up, down = loaded(method, layer)
+    x, ids, weights = torch.randn((tokens, HIDDEN)).to(torch.bfloat16), random_ids(tokens, EXPERTS, TOP_K), torch.rand((tokens, TOP_K))
+    value = method.apply(layer, x, weights, ids)
+    expected = reference.layer(x, gate_up, down, ids, weights, dtype=torch.float64, round_hidden=True)
+    assert reference.relative_error(value, expected) < 4e-3
+
+
+def test_batched_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepEP's format, driven by vLLM's own reference of it."""
+    method, layer = ChordMoEMethod(config(), batched=True), Layer(config())
+    prepare = BatchedPrepareAndFinalize(max_num_tokens=64, num_local_experts=EXPERTS, num_dispatchers=1, rank=0)
+    monkeypatch.setattr("chord_kernels.integrations.vllm_moe.maybe_make_prepare_finalize", lambda **_: prepare)
+    gate_up, down = loaded(method, layer)
+    x, ids, weights = torch.randn((33, HIDDEN)).to(torch.bfloat16), random_ids(33, EXPERTS, TOP_K), torch.rand((33, TOP_K))
+    value = method.apply(layer, x, weights, ids)
+    expected = reference.layer(x, gate_up, down, ids, weights, dtype=torch.float64, round_hidden=True)
+    assert reference.relative_error(value, expected) < 5e-3
+
+
+def test_weights_take_no_more_than_the_originals() -> None:
+    method, layer = ChordMoEMethod(config(), batched=False), Layer(config())
+    gate_up, down = loaded(method, layer)
+    left = sum(parameter.numel() * parameter.element_size() for name, parameter in layer.named_parameters() if "shape" not in name)
+    assert left == 0
+    assert torch.equal(layer.w13_weight, gate_up.data)
+    assert torch.equal(layer.w2_weight, down.data)
+
+
+def test_workspaces_grow_with_the_tokens() -> None:
+    """vLLM locks them after its largest batch."""
+    experts = ChordMoEMethod(config(), batched=False)._experts
+    shapes = [
+        experts.workspace_shapes(None, tokens, 2 * INTER, HIDDEN, TOP_K, EXPERTS, EXPERTS, None, None) for tokens in (1, 64, 65, 8192)
+    ]
+    for smaller, larger in pairwise(shapes):
+        assert all(a[0] < b[0] and a[1:] == b[1:] for a, b in zip(smaller, larger, strict=True))
+
+
+class FakeRoutedExperts(Layer):
+    """vLLM finds a scheme by the name of the layer's class."""
+
+
+def real_config(**weights: Any) -> Any:
+    return get_quantization_config("compressed-tensors").from_config(quantization_config(**weights))
+
+
+def test_facts_are_read_from_vllms_own_config() -> None:
+    facts = plugin._facts(real_config(), FakeRoutedExperts(config()), "model.layers.1.mlp.experts")
+    assert facts is not None
+    assert facts.arch is None  # CPU
+    assert why_not_layer(facts) == "no CUDA GPU"
+    assert why_not_layer(replace(facts, arch="sm_90a")) is None
+
+
+@pytest.mark.parametrize(
+    ("weights", "changes", "reason"),
+    [
+        ({"group_size": 128}, {}, "group size is 128"),
+        ({"num_bits": 8}, {}, "num bits is 8"),
+        ({"symmetric": False}, {}, "symmetric is False"),
+        ({}, {"has_bias": True}, "bias is True"),
+        ({}, {"is_lora_enabled": True}, "lora is True"),
+        ({}, {"moe_backend": "humming"}, "'humming' was asked for"),
+        ({}, {"activation": MoEActivation.GELU}, "activation is 'gelu'"),
+        ({}, {"swiglu_limit": 7.0}, "clamped is True"),
+        ({}, {"in_dtype": torch.float16}, "dtype is 'float16'"),
+        ({}, {"hidden_dim": 96}, "K = 96 is not a positive multiple of 64"),
+    ],
+)
+def test_other_layers_are_left_to_vllm(weights: dict, changes: dict, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    facts = plugin._facts(real_config(**weights), FakeRoutedExperts(config(**changes)), "model.layers.1.mlp.experts")
+    assert reason in str(why_not_layer(replace(facts, arch="sm_90a")))
+    plugin._said.clear()
+    with caplog.at_level("INFO"):
+        assert plugin._method(real_config(**weights), FakeRoutedExperts(config(**changes)), "model.layers.1", force=False) is None
+        assert plugin._method(real_config(**weights), FakeRoutedExperts(config(**changes)), "model.layers.1", force=False) is None
+    assert caplog.text.count("left to vLLM") == 1
+
+
+def test_a_surprise_falls_through(caplog: pytest.LogCaptureFixture) -> None:
+    plugin._said.clear()
+    with caplog.at_level("INFO"):
+        assert plugin._method(object(), FakeRoutedExperts(config()), "model.layers.1", force=False) is None
+    assert "left to vLLM: AttributeError" in caplog.text
