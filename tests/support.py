@@ -27,7 +27,18 @@ GUARD_ROWS = 3
 
 def recorded_sources() -> list[Path]:
     """What decides a kernel's output: a change to any of these asks for a new GPU record."""
-    names = ("formats.py", "weights.py", "rows.py", "kernels.py", "decode_plan.py", "plan.py", "ops.py", "decode.py", "layer.py")
+    names = (
+        "formats.py",
+        "weights.py",
+        "rows.py",
+        "kernels.py",
+        "decode_plan.py",
+        "plan.py",
+        "ops.py",
+        "decode.py",
+        "combine.py",
+        "layer.py",
+    )
     return sorted([*(SOURCES / name for name in names), *(SOURCES / "jit").glob("*.py"), *(SOURCES / "cuda").rglob("*.cuh")])
 
 

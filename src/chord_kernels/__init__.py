@@ -31,6 +31,7 @@ _PUBLIC = {
     "pack_w4a16_grouped": "weights",
     "quantize_mxfp8": "weights",
     "warp_decode": "decode",
+    "weighted_sum": "combine",
 }
 
 __all__ = sorted([*_PUBLIC, "reference"])

@@ -148,17 +148,15 @@ def compile(
     """Prebuild every kernel that a shape (or every shipped shape) needs."""
     from rich.table import Table
 
-    from .decode_plan import warp_decode_buckets
     from .jit.compiler import build_all, compile_uncached
-    from .plan import ARCHITECTURES, buckets, shipped
+    from .plan import ARCHITECTURES, layer_kernels, shipped
     from .progress import progress
 
     if arch not in ARCHITECTURES:
         raise FormatError(f"architecture {arch!r} has no kernels; give one of {', '.join(ARCHITECTURES)}")
     if shape:
         format_name, experts, hidden, inter = _shape(shape)
-        plans = buckets(arch=arch, experts=experts, hidden=hidden, intermediate=inter) if format_name == "w4a16" else []
-        plans += warp_decode_buckets(arch, format_name, experts=experts, hidden=hidden, intermediate=inter)
+        plans = layer_kernels(arch, format_name, experts=experts, hidden=hidden, intermediate=inter)
     else:
         plans = shipped(arch)
     console = _console()

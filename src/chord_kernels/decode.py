@@ -12,6 +12,7 @@ from .errors import FormatError, UnsupportedError
 from .formats import FORMATS
 from .ops import device_arch
 from .ops import library as _library
+from .rows import int32_ids
 from .weights import PackedWeight, check_layer
 
 _library.define(
@@ -54,7 +55,7 @@ def warp_decode(
     if tokens:
         known = gate_up.experts if expert_map is None else expert_map.numel()
         _ops.warp_decode(
-            x, gate_up.data, down.data, gate_up.format.name, _ids(topk_ids, known), topk_weights.to(torch.float32).contiguous(),
+            x, gate_up.data, down.data, gate_up.format.name, int32_ids(topk_ids, known), topk_weights.to(torch.float32).contiguous(),
             expert_map, out,
         )  # fmt: skip
     return out
@@ -92,15 +93,6 @@ def _check(
     if reason := why_not_here(gate_up, down, *ids.shape):
         raise UnsupportedError(reason)
     return ids.shape[0]
-
-
-def _ids(ids: Tensor, known: int) -> Tensor:
-    """As int32; what does not fit becomes -1, which is nobody's id either."""
-    if ids.dtype == torch.uint32:
-        ids = ids.to(torch.int64)
-    if ids.dtype == torch.int64:
-        ids = torch.where((ids >= 0) & (ids < known), ids, -1).to(torch.int32)
-    return ids.contiguous()
 
 
 def _warp_decode_cuda(

@@ -326,4 +326,33 @@ class WarpDecodePlan:
         return None
 
 
-Plan = TilePlan | StreamPlan | WarpDecodePlan
+@dataclass(frozen=True)
+class WeightedSumPlan:
+    """The kernel that weighs and adds a token's rows (kernel/weighted_sum.cuh)."""
+
+    arch: str
+
+    ctas: ClassVar[int] = 1
+    draws: ClassVar[bool] = False
+    header: ClassVar[str] = "chord/kernel/weighted_sum.cuh"
+    function: ClassVar[str] = "weighted_sum"
+    threads: ClassVar[int] = 128
+    smem_bytes: ClassVar[int] = 0
+
+    @property
+    def name(self) -> str:
+        return f"weighted_sum_{self.arch}"
+
+    def constants(self) -> dict[str, int]:
+        """The integers of its Config struct."""
+        return {"kThreads": self.threads, "kCtas": self.ctas}
+
+    def describe(self) -> dict[str, object]:
+        return {"name": self.name, **asdict(self), "threads": self.threads}
+
+    def why_illegal(self) -> str | None:
+        """None: there is nothing to choose."""
+        return None
+
+
+Plan = TilePlan | StreamPlan | WarpDecodePlan | WeightedSumPlan

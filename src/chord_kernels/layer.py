@@ -10,17 +10,15 @@ import torch
 from torch import Tensor
 
 from . import ops
+from .combine import weighted_sum
 from .decode import warp_decode
-from .decode_plan import WARP_DECODE_BATCHES, warp_decode_buckets, warp_decodes
+from .decode_plan import WARP_DECODE_BATCHES, warp_decodes
 from .errors import FormatError, UnsupportedError
 from .formats import W4A16
-from .kernels import Plan
-from .plan import buckets, numerics_for
+from .plan import layer_kernels, numerics_for
 from .progress import progress
 from .rows import IndexedRows, align_local, local_experts
 from .weights import PackedWeight, check_layer
-
-_SUM_SCRATCH = 256 << 20  # bytes of FP32 products that the weighted sum holds at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,23 +85,20 @@ class MoELayer:
             )
         if topk_weights.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise FormatError(f"topk_weights is {topk_weights.dtype}; give float32 (or bfloat16, float16)")
-        if out is not None and (out.shape != x.shape or out.dtype != x.dtype):
-            raise FormatError(f"out is {out.dtype} {list(out.shape)}; give {x.dtype} {list(x.shape)}")
+        if out is not None and (out.shape != x.shape or out.dtype != x.dtype or not out.is_contiguous()):
+            raise FormatError(f"out is {out.dtype} {list(out.shape)}, strides {out.stride()}; give contiguous {x.dtype} {list(x.shape)}")
         tokens, top_k = topk_ids.shape
         if tokens == 0 or top_k == 0:
             return out.zero_() if out is not None else torch.zeros_like(x)
         if self.warp_decodes(tokens, top_k):
             return self._warp_decode(x.contiguous(), topk_ids, topk_weights, out)
         block_rows, experts = self._block_rows(tokens, top_k), self.gate_up.experts
-        local = local_experts(topk_ids, experts, self.expert_map)
-        routing = align_local(local, experts, block_rows)
-        # Dropped ids leave their rows unwritten: zeros there, so that they add 0 whatever the memory held.
-        values = x.new_zeros((tokens * top_k, self.hidden))
+        routing = align_local(local_experts(topk_ids, experts, self.expert_map), experts, block_rows)
+        values = x.new_empty((tokens * top_k, self.hidden))  # rows of dropped ids stay unwritten, and are not read
         hidden = ops.indexed(x.contiguous(), self.gate_up, routing, epilogue="swiglu")
         by_row = IndexedRows(routing.sorted_ids, routing.expert_ids, routing.num_tokens_padded, top_k=1, block_rows=block_rows)
         ops.indexed(hidden, self.down, by_row, out=values, dependent_launch="weights_first")
-        weights = torch.where(local < experts, topk_weights.to(torch.float32), 0.0)
-        return weighted_sum(values.view(tokens, top_k, -1), weights, out)
+        return weighted_sum(values.view(tokens, top_k, -1), topk_ids, topk_weights, experts=experts, expert_map=self._expert_map(), out=out)
 
     def numerics(self, tokens: int, top_k: int) -> str:
         """Which definition of `reference` a batch of this size computes: "exact" or "bf16"."""
@@ -118,11 +113,14 @@ class MoELayer:
 
     def _warp_decode(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor | None) -> Tensor:
         out = torch.empty_like(x) if out is None else out
-        expert_map = None if self.expert_map is None else self.expert_map.to(torch.int32)
+        expert_map = self._expert_map()
         for first in range(0, x.shape[0], WARP_DECODE_BATCHES[-1]):
             part = slice(first, first + WARP_DECODE_BATCHES[-1])
             warp_decode(x[part], self.gate_up, self.down, topk_ids[part], topk_weights[part], out=out[part], expert_map=expert_map)
         return out
+
+    def _expert_map(self) -> Tensor | None:
+        return None if self.expert_map is None else self.expert_map.to(torch.int32)
 
     def _block_rows(self, tokens: int, top_k: int) -> int:
         return ops.block_rows_on(self.gate_up.device, tokens * top_k / self.gate_up.experts)
@@ -137,28 +135,11 @@ class MoELayer:
         from .jit.launch import load
 
         arch, sm_count = ops.device_arch(device.index)
-        experts, hidden, inter = self.gate_up.experts, self.hidden, self.intermediate
-        plans: list[Plan] = []
-        if self.gate_up.format is W4A16:
-            plans += buckets(arch=arch, experts=experts, hidden=hidden, intermediate=inter, contracts=contracts, sm_count=sm_count)
-        if warp_decodes(self.gate_up.format.name, 1, 1, experts):
-            plans += warp_decode_buckets(
-                arch, self.gate_up.format.name, experts=experts, hidden=hidden, intermediate=inter, sm_count=sm_count
-            )
+        shape = {"experts": self.gate_up.experts, "hidden": self.hidden, "intermediate": self.intermediate}
+        plans = layer_kernels(arch, self.gate_up.format.name, contracts=contracts, sm_count=sm_count, **shape)
         with progress("compiling kernels", len(plans)) as step:
             build_all(plans, done=lambda _: step())
         with torch.cuda.device(device):  # loading makes its device the current one
             for plan in plans:
                 load(plan, device.index)
         return len(plans)
-
-
-def weighted_sum(values: Tensor, weights: Tensor, out: Tensor | None) -> Tensor:
-    """FP32 sum over dim 1 of values BF16 [M, top_k, H] * weights FP32 [M, top_k]; some tokens at a time to bound the scratch."""
-    tokens, top_k, hidden = values.shape
-    result = values.new_empty((tokens, hidden)) if out is None else out
-    at_once = max(1, _SUM_SCRATCH // (4 * top_k * hidden))
-    for first in range(0, tokens, at_once):
-        part = slice(first, first + at_once)
-        result[part] = (values[part] * weights[part].unsqueeze(-1)).sum(dim=1)
-    return result

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from .decode_plan import warp_decode_buckets
+from .decode_plan import warp_decode_buckets, warp_decodes
 from .errors import UnsupportedError
 from .kernels import (
     ARCHITECTURES,
     BLOCK_ROWS,
     EXACT_BLOCK_ROWS,
     MAX_STAGES,
+    MOST_TOP_K,
     SMALL_BLOCK_ROWS,
     STREAM_BLOCK_ROWS,
     TILE_ARCHITECTURES,
@@ -26,6 +27,7 @@ from .kernels import (
     Plan,
     StreamPlan,
     TilePlan,
+    WeightedSumPlan,
     smem_limit,
 )
 
@@ -310,13 +312,32 @@ SHIPPED_MXFP8_SHAPES = {
 }
 
 
+def layer_kernels(
+    arch: str,
+    format_name: str,
+    *,
+    experts: int,
+    hidden: int,
+    intermediate: int,
+    contracts: tuple[str, ...] = CONTRACTS,
+    sm_count: int = 132,
+    top_ks: tuple[int, ...] = (8, MOST_TOP_K),
+) -> list[Plan]:
+    """Every kernel that a layer's batches can need: row contracts of INT4 experts and their weighted sum, and warp decode."""
+    shape = {"experts": experts, "hidden": hidden, "intermediate": intermediate, "sm_count": sm_count}
+    plans: list[Plan] = []
+    if format_name == "w4a16":
+        plans += [*buckets(arch=arch, contracts=contracts, **shape), WeightedSumPlan(arch)]
+    if warp_decodes(format_name, 1, 1, experts):
+        plans += warp_decode_buckets(arch, format_name, top_ks=top_ks, **shape)
+    return plans
+
+
 def shipped(arch: str) -> list[Plan]:
     """The distinct kernels of every shipped shape."""
     plans: dict[str, Plan] = {}
-    for experts, hidden, inter in SHIPPED_SHAPES.values():
-        plans |= {plan.name: plan for plan in buckets(arch=arch, experts=experts, hidden=hidden, intermediate=inter)}
     for format_name, shapes in (("w4a16", SHIPPED_SHAPES), ("mxfp8", SHIPPED_MXFP8_SHAPES)):
         for experts, hidden, inter in shapes.values():
-            decode = warp_decode_buckets(arch, format_name, experts=experts, hidden=hidden, intermediate=inter, top_ks=(8,))
-            plans |= {plan.name: plan for plan in decode}
+            needed = layer_kernels(arch, format_name, experts=experts, hidden=hidden, intermediate=inter, top_ks=(8,))
+            plans |= {plan.name: plan for plan in needed}
     return list(plans.values())

@@ -122,6 +122,15 @@ RowContract = IndexedRows | ContiguousRows | MaskedRows
 # it as will do.
 
 
+def int32_ids(ids: Tensor, known: int) -> Tensor:
+    """As int32; what does not fit becomes -1, which is nobody's id either."""
+    if ids.dtype == torch.uint32:
+        ids = ids.to(torch.int64)
+    if ids.dtype == torch.int64:
+        ids = torch.where((ids >= 0) & (ids < known), ids, -1).to(torch.int32)
+    return ids.contiguous()
+
+
 def local_experts(topk_ids: Tensor, num_experts: int, expert_map: Tensor | None = None) -> Tensor:
     """Expert ids [M, top_k] on this rank as int64; num_experts stands for 'none of ours' (negative, too large, remote)."""
     if topk_ids.ndim != 2:

@@ -17,7 +17,6 @@ from vllm.model_executor.layers.fused_moe.config import int4_w4a16_moe_quant_con
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.moe_align_block_size import moe_align_block_size
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
-    TopKWeightAndReduceContiguous,
     TopKWeightAndReduceDelegate,
     TopKWeightAndReduceNoOP,
 )
@@ -25,11 +24,12 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import kInt4Stati
 from vllm.model_executor.utils import replace_parameter, set_weight_attrs
 
 from .. import ops
+from ..combine import weighted_sum
 from ..decode import warp_decode
 from ..decode_plan import warp_decodes
 from ..formats import W4A16
-from ..layer import MoELayer, weighted_sum
-from ..rows import IndexedRows, MaskedRows, align_indexed
+from ..layer import MoELayer
+from ..rows import IndexedRows, MaskedRows, align_indexed, int32_ids
 from ..weights import PackedWeight, empty_weight, pack_expert_into
 
 _WORD = 8  # INT4 codes of an int32
@@ -104,15 +104,15 @@ class ChordExperts(_Experts):
             warp_decode(hidden_states, gate_up, down, topk_ids, topk_weights, out=output, expert_map=expert_map)
             return
         block_rows = ops.block_rows_on(gate_up.device, tokens * top_k / known)
+        topk_ids = int32_ids(topk_ids, known)
         routing = _align(topk_ids, known, block_rows, expert_map)
         hidden = _room(workspace13, tokens * top_k, gate_up.n // 2)
         values = _room(workspace2, tokens * top_k, gate_up.k)
-        if expert_map is not None:
-            values.zero_()  # rows of other ranks' experts are not written
-        ops.indexed(hidden_states, gate_up, routing, epilogue="swiglu", out=hidden)
+        ops.indexed(hidden_states, gate_up, routing, epilogue="swiglu", out=hidden, dependent_launch=True)
         by_row = IndexedRows(routing.sorted_ids, routing.expert_ids, routing.num_tokens_padded, 1, block_rows)
         ops.indexed(hidden, down, by_row, out=values, dependent_launch="weights_first")
-        _reduce(values.view(tokens, top_k, -1), topk_weights, topk_ids, output)
+        values = values.view(tokens, top_k, -1)
+        weighted_sum(values, topk_ids, topk_weights, experts=gate_up.experts, expert_map=expert_map, out=output)
 
 
 class ChordBatchedExperts(_Experts):
@@ -163,19 +163,10 @@ def _room(workspace: Tensor, rows: int, columns: int) -> Tensor:
     return workspace.view(-1)[: rows * columns].view(rows, columns)
 
 
-def _reduce(values: Tensor, topk_weights: Tensor, topk_ids: Tensor, output: Tensor) -> None:
-    if values.device.type == "cuda":
-        TopKWeightAndReduceContiguous().apply(output, values, topk_weights, topk_ids, False)
-    else:
-        weighted_sum(values, topk_weights.to(torch.float32), output)
-
-
 def _align(topk_ids: Tensor, experts: int, block_rows: int, expert_map: Tensor | None) -> IndexedRows:
     if topk_ids.device.type != "cuda":
         return align_indexed(topk_ids, experts, block_rows, expert_map=expert_map)
-    sorted_ids, expert_ids, padded = moe_align_block_size(
-        topk_ids.to(torch.int32), block_rows, experts, expert_map, ignore_invalid_experts=True
-    )
+    sorted_ids, expert_ids, padded = moe_align_block_size(topk_ids, block_rows, experts, expert_map, ignore_invalid_experts=True)
     return IndexedRows(sorted_ids, expert_ids, padded, topk_ids.shape[1], block_rows)
 
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ..kernels import Plan, WarpDecodePlan
+from ..kernels import Plan, WarpDecodePlan, WeightedSumPlan
 
 CUDA_ROOT = Path(__file__).parent.parent / "cuda"
 ENTRY = "chord_gemm"
@@ -49,31 +49,51 @@ _WARP_DECODE: tuple[Argument, ...] = (
     ("map_size", "chord::int32_t", ctypes.c_int32),
 )
 
+_WEIGHTED_SUM: tuple[Argument, ...] = (
+    ("values", "const chord::uint8_t* __restrict__", int),
+    ("outputs", "chord::uint8_t* __restrict__", int),
+    ("ids", "const chord::int32_t* __restrict__", int),
+    ("expert_map", "const chord::int32_t* __restrict__", int),
+    ("routing_weights", "const float* __restrict__", int),
+    ("columns", "chord::int32_t", ctypes.c_int32),
+    ("tokens", "chord::int32_t", ctypes.c_int32),
+    ("top_k", "chord::int32_t", ctypes.c_int32),
+    ("experts", "chord::int32_t", ctypes.c_int32),
+    ("map_size", "chord::int32_t", ctypes.c_int32),
+)
+
 _CONTRACT = {"indexed": "kIndexed", "contiguous": "kContiguous", "masked": "kMasked"}
 _EPILOGUE = {"store": "kStore", "store_paired": "kStorePaired", "swiglu": "kSwiglu"}
 _NUMERICS = {"bf16": "kBf16", "exact": "kExact"}
-
-
 _FORMAT = {"w4a16": "kInt4", "mxfp8": "kMxfp8"}
+_TOKEN_ROUTING = "{ids, expert_map, routing_weights, tokens, top_k, experts, map_size}"
 
 
 def arguments(plan: Plan) -> tuple[Argument, ...]:
-    return _WARP_DECODE if isinstance(plan, WarpDecodePlan) else _GROUPED
+    if isinstance(plan, WarpDecodePlan):
+        return _WARP_DECODE
+    return _WEIGHTED_SUM if isinstance(plan, WeightedSumPlan) else _GROUPED
+
+
+def _enums_and_operands(plan: Plan) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The enumerations of the Config struct, and how the entry's parameters become the structs of the kernel."""
+    if isinstance(plan, WarpDecodePlan):
+        return {"Format kFormat": _FORMAT[plan.format]}, ("{activations, weights, outputs, rows, k_tiles}", _TOKEN_ROUTING)
+    if isinstance(plan, WeightedSumPlan):
+        return {}, ("{values, outputs, columns}", _TOKEN_ROUTING)
+    enums = {
+        "Contract kContract": _CONTRACT[plan.contract],
+        "Epilogue kEpilogue": _EPILOGUE[plan.epilogue],
+        "Numerics kNumerics": _NUMERICS[plan.numerics],
+    }
+    return enums, (
+        "{activations, weights, outputs, counter, row_tiles, k_tiles, weights_first}",
+        "{routing_rows, routing_experts, routing_counts, limit, max_blocks, top_k, num_experts}",
+    )
 
 
 def translation_unit(plan: Plan) -> str:
-    if isinstance(plan, WarpDecodePlan):
-        enums = {"Format kFormat": _FORMAT[plan.format]}
-        call = """{activations, weights, outputs, rows, k_tiles},
-                             {ids, expert_map, routing_weights, tokens, top_k, experts, map_size}"""
-    else:
-        enums = {
-            "Contract kContract": _CONTRACT[plan.contract],
-            "Epilogue kEpilogue": _EPILOGUE[plan.epilogue],
-            "Numerics kNumerics": _NUMERICS[plan.numerics],
-        }
-        call = """{activations, weights, outputs, counter, row_tiles, k_tiles, weights_first},
-                             {routing_rows, routing_experts, routing_counts, limit, max_blocks, top_k, num_experts}"""
+    enums, operands = _enums_and_operands(plan)
     members = [f"static constexpr chord::{name} = chord::{name.split()[0]}::{value};" for name, value in enums.items()]
     members += [f"static constexpr int {name} = {value};" for name, value in plan.constants().items()]
     parameters = ", ".join(f"{c_type} {name}" for name, c_type, _ in arguments(plan))
@@ -85,7 +105,7 @@ struct Config {{
 {"".join(f"  {member}" + chr(10) for member in members)}}};
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kCtas) {ENTRY}({parameters}) {{
-  chord::{plan.function}<Config>({call});
+  chord::{plan.function}<Config>({", ".join(operands)});
 }}
 """
 

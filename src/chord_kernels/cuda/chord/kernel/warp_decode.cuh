@@ -121,7 +121,7 @@ struct GateUpTasks {
 };
 
 template <class Config>
-__device__ __forceinline__ void warp_gate_up(const DecodeOperands& operands, const DecodeRouting& routing) {
+__device__ __forceinline__ void warp_gate_up(const DecodeOperands& operands, const TokenRouting& routing) {
   extern __shared__ __align__(128) uint8_t shared_memory[];
   constexpr int kWarps = kDecodeWarps<Config>;
   struct Storage {
@@ -197,7 +197,7 @@ struct DownTasks {
 };
 
 template <class Config>
-__device__ __forceinline__ void warp_down(const DecodeOperands& operands, const DecodeRouting& routing) {
+__device__ __forceinline__ void warp_down(const DecodeOperands& operands, const TokenRouting& routing) {
   extern __shared__ __align__(128) uint8_t shared_memory[];
   constexpr int kUnitRows = Config::kBlocks * 16;
   struct Storage {

@@ -7,25 +7,9 @@
 #include "chord/arch/barrier.cuh"
 #include "chord/arch/grid.cuh"
 #include "chord/arch/types.cuh"
+#include "chord/schedule/token_routing.cuh"
 
 namespace chord {
-
-struct DecodeRouting {
-  const int32_t* ids;         // [tokens, top_k]; negative, too large or not in expert_map: nothing
-  const int32_t* expert_map;  // [map_size] a global id's local expert or -1; null: ids are local
-  const float* weights;       // [tokens, top_k]
-  int32_t tokens;
-  int32_t top_k;
-  int32_t experts;   // local
-  int32_t map_size;  // ids below this are known
-
-  __device__ __forceinline__ int expert(int slot) const {
-    const int id = ids[slot];
-    if (static_cast<uint32_t>(id) >= static_cast<uint32_t>(map_size)) return -1;
-    const int local = expert_map ? expert_map[id] : id;
-    return static_cast<uint32_t>(local) < static_cast<uint32_t>(experts) ? local : -1;
-  }
-};
 
 template <int kTokens>
 struct DecodeGroup {
@@ -48,13 +32,13 @@ struct DecodeGroups {
   int32_t count;
 
   // All threads of the CTA call begin(), which reads nothing that an earlier kernel wrote, and find().
-  __device__ __forceinline__ void begin(const DecodeRouting& routing) {
+  __device__ __forceinline__ void begin(const TokenRouting& routing) {
     for (int expert = threadIdx.x; expert < routing.experts; expert += Config::kThreads) tokens_of[expert] = 0;
     if (threadIdx.x < kWarpLanes) chosen[threadIdx.x] = 0;
     __syncthreads();
   }
 
-  __device__ __forceinline__ void find(const DecodeRouting& routing) {
+  __device__ __forceinline__ void find(const TokenRouting& routing) {
     if (Config::kBatch <= Config::kTokens && routing.tokens * routing.top_k <= kWarpLanes) {
       if (threadIdx.x < kWarpLanes) find_by_warp(routing, threadIdx.x);
       __syncthreads();
@@ -65,7 +49,7 @@ struct DecodeGroups {
 
  private:
   // Few slots, one a lane, and no expert with more than one group. Lanes of one expert, or of one pair, write the same.
-  __device__ __forceinline__ void find_by_warp(const DecodeRouting& routing, int lane) {
+  __device__ __forceinline__ void find_by_warp(const TokenRouting& routing, int lane) {
     static_assert(Config::kMostExperts <= kWarpLanes * kWarpLanes);
     const bool used = lane < routing.tokens * routing.top_k;
     const int expert = used ? routing.expert(lane) : -1, token = lane / routing.top_k;
@@ -101,7 +85,7 @@ struct DecodeGroups {
     return value;
   }
 
-  __device__ __forceinline__ void find_by_all(const DecodeRouting& routing) {
+  __device__ __forceinline__ void find_by_all(const TokenRouting& routing) {
     const int thread = threadIdx.x, slots = routing.tokens * routing.top_k;
     const int share = (routing.experts + Config::kThreads - 1) / Config::kThreads;  // experts a thread
     const int first = min(thread * share, routing.experts), last = min(first + share, routing.experts);
