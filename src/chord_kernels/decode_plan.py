@@ -129,7 +129,7 @@ def warp_decode_buckets(
     hidden: int,
     intermediate: int,
     sm_count: int = 132,
-    top_ks: tuple[int, ...] = (8, MOST_TOP_K),
+    top_ks: tuple[int, ...] = (8, MOST_TOP_K),  # one of each that the kernels tell apart
 ) -> list[WarpDecodePlan]:
     """Every kernel that warp decode of a layer can need."""
     found: dict[str, WarpDecodePlan] = {}

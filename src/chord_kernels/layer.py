@@ -125,9 +125,9 @@ class MoELayer:
     def _block_rows(self, tokens: int, top_k: int) -> int:
         return ops.block_rows_on(self.gate_up.device, tokens * top_k / self.gate_up.experts)
 
-    def warmup(self, contracts: tuple[str, ...] = ("indexed",)) -> int:
+    def warmup(self, contracts: tuple[str, ...] = ("indexed",), top_k: int | None = None) -> int:
         """Compile and load every kernel that any batch can need on the weights' device; returns how many. contracts: beyond warp decode,
-        those of the ops that will be called; the layer itself calls `indexed`."""
+        those of the ops that will be called; the layer itself calls `indexed`. top_k: of every batch, if it is known."""
         device = self.gate_up.device
         if device.type != "cuda":
             return 0
@@ -136,7 +136,7 @@ class MoELayer:
 
         arch, sm_count = ops.device_arch(device.index)
         shape = {"experts": self.gate_up.experts, "hidden": self.hidden, "intermediate": self.intermediate}
-        plans = layer_kernels(arch, self.gate_up.format.name, contracts=contracts, sm_count=sm_count, **shape)
+        plans = layer_kernels(arch, self.gate_up.format.name, contracts=contracts, sm_count=sm_count, top_k=top_k, unfused=False, **shape)
         with progress("compiling kernels", len(plans)) as step:
             build_all(plans, done=lambda _: step())
         with torch.cuda.device(device):  # loading makes its device the current one

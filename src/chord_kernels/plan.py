@@ -275,12 +275,19 @@ def tiles(problem: Problem, plan: Plan) -> int:
 
 
 def buckets(
-    *, arch: str, experts: int, hidden: int, intermediate: int, contracts: tuple[str, ...] = CONTRACTS, sm_count: int = 132
+    *,
+    arch: str,
+    experts: int,
+    hidden: int,
+    intermediate: int,
+    contracts: tuple[str, ...] = CONTRACTS,
+    sm_count: int = 132,
+    unfused: bool = True,
 ) -> list[Plan]:
-    """Every kernel a MoE layer of this shape can need: what warm-up, `chord compile` and CI build."""
+    """Every kernel that the row contracts of a MoE layer of this shape can need. unfused: gate/up without SwiGLU too."""
     found: dict[str, Plan] = {}
     for problem in _layer_problems(arch, experts, hidden, intermediate, contracts, sm_count):
-        if why_not(problem) is None:
+        if why_not(problem) is None and (unfused or problem.epilogue == "swiglu" or not problem.paired):
             plan = make_plan(problem)
             found[plan.name] = plan
     return list(found.values())
@@ -321,15 +328,17 @@ def layer_kernels(
     intermediate: int,
     contracts: tuple[str, ...] = CONTRACTS,
     sm_count: int = 132,
-    top_ks: tuple[int, ...] = (8, MOST_TOP_K),
+    top_k: int | None = None,
+    unfused: bool = True,
 ) -> list[Plan]:
-    """Every kernel that a layer's batches can need: row contracts of INT4 experts and their weighted sum, and warp decode."""
+    """Every kernel that a layer's batches can need: row contracts of INT4 experts and their weighted sum, and warp decode. What `chord
+    compile` and CI build; a layer's warm-up leaves gate/up without SwiGLU out, which only the ops offer. top_k: None for any."""
     shape = {"experts": experts, "hidden": hidden, "intermediate": intermediate, "sm_count": sm_count}
     plans: list[Plan] = []
     if format_name == "w4a16":
-        plans += [*buckets(arch=arch, contracts=contracts, **shape), WeightedSumPlan(arch)]
+        plans += [*buckets(arch=arch, contracts=contracts, unfused=unfused, **shape), WeightedSumPlan(arch)]
     if warp_decodes(format_name, 1, 1, experts):
-        plans += warp_decode_buckets(arch, format_name, top_ks=top_ks, **shape)
+        plans += warp_decode_buckets(arch, format_name, top_ks=(8, MOST_TOP_K) if top_k is None else (top_k,), **shape)
     return plans
 
 
@@ -338,6 +347,6 @@ def shipped(arch: str) -> list[Plan]:
     plans: dict[str, Plan] = {}
     for format_name, shapes in (("w4a16", SHIPPED_SHAPES), ("mxfp8", SHIPPED_MXFP8_SHAPES)):
         for experts, hidden, inter in shapes.values():
-            needed = layer_kernels(arch, format_name, experts=experts, hidden=hidden, intermediate=inter, top_ks=(8,))
+            needed = layer_kernels(arch, format_name, experts=experts, hidden=hidden, intermediate=inter, top_k=8)
             plans |= {plan.name: plan for plan in needed}
     return list(plans.values())

@@ -25,7 +25,7 @@ PYTHON_LAYERS = (
     ("checkpoint", "reference", "jit.compiler"),
     ("jit.launch",),
     ("ops",),
-    ("decode",),
+    ("decode", "combine"),
     ("layer", "operator"),
     ("integrations",),
     ("bench.timing", "bench.suites"),
@@ -38,7 +38,7 @@ PYTHON = sorted(SOURCES.rglob("*.py"))
 
 def tracked() -> list[Path]:
     suffixes = (".py", ".cuh")
-    return [path for folder in ("src", "tests", "tools", "examples") for path in (ROOT / folder).rglob("*") if path.suffix in suffixes]
+    return [path for folder in ("src", "tests", "tools", "examples", "benchmarks") for path in (ROOT / folder).rglob("*") if path.suffix in suffixes]
 
 
 def module_name(path: Path) -> str:

@@ -22,11 +22,11 @@ _said: set[str] = set()
 _registered: set[str] = set()
 
 
-def _say(text: str) -> None:
-    """Once a process."""
+def say(text: str, *, first: str | None = None) -> None:
+    """Once a process, naming the first layer that it is true of."""
     if text not in _said:
         _said.add(text)
-        _logger.info("chord_kernels: %s", text)
+        _logger.info("chord_kernels: %s%s", text, f" (first: {first})" if first else "")
 
 
 def register() -> None:
@@ -34,7 +34,7 @@ def register() -> None:
     try:
         mode = settings.vllm_mode()
         if mode == "off":
-            _say("off (CHORD_VLLM=off)")
+            say("off (CHORD_VLLM=off)")
         elif not _registered:
             _register(mode)
             _registered.add(mode)
@@ -48,7 +48,7 @@ def _register(mode: str) -> None:
     from vllm.model_executor.layers.quantization import get_quantization_config, register_quantization_config
 
     if not vllm.__version__.startswith(TESTED):
-        _say(f"vLLM {vllm.__version__} was not tested (tested: {', '.join(version + 'x' for version in TESTED)})")
+        say(f"vLLM {vllm.__version__} was not tested (tested: {', '.join(version + 'x' for version in TESTED)})")
     base = get_quantization_config("compressed-tensors")
 
     class ChordCompressedTensorsConfig(base):
@@ -60,7 +60,7 @@ def _register(mode: str) -> None:
             return super().get_quant_method(layer, prefix)
 
     register_quantization_config("compressed-tensors")(ChordCompressedTensorsConfig)
-    _say("registered for compressed-tensors INT4 experts")
+    say("registered for compressed-tensors INT4 experts")
 
 
 def _method(config: Any, layer: Any, prefix: str, *, force: bool) -> Any:
@@ -69,14 +69,14 @@ def _method(config: Any, layer: Any, prefix: str, *, force: bool) -> Any:
         facts = _facts(config, layer, prefix)
         reason = "its projections have different schemes, or none" if facts is None else why_not_layer(facts, force=force)
         if reason is not None:
-            _say(f"MoE layers are left to vLLM: {reason} (first: {prefix})")
+            say(f"MoE layers are left to vLLM: {reason}", first=prefix)
             return None
         from .vllm_moe import ChordMoEMethod
 
-        _say(f"computes MoE layers (first: {prefix})")
+        say("computes MoE layers", first=prefix)
         return ChordMoEMethod(layer.moe_config, batched=facts.batched)
     except Exception as problem:  # another version's surprise: vLLM's own method is right
-        _say(f"MoE layers are left to vLLM: {type(problem).__name__}: {problem} (first: {prefix})")
+        say(f"MoE layers are left to vLLM: {type(problem).__name__}: {problem}", first=prefix)
         return None
 
 

@@ -6,6 +6,10 @@ Imported by the plugin once a layer is Chord's (integrations/vllm.py).
 
 from __future__ import annotations
 
+import threading
+import time
+from contextlib import suppress
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -27,12 +31,32 @@ from .. import ops
 from ..combine import weighted_sum
 from ..decode import warp_decode
 from ..decode_plan import warp_decodes
+from ..errors import ChordError
 from ..formats import W4A16
+from ..jit.compiler import build_all
 from ..layer import MoELayer
+from ..plan import layer_kernels
 from ..rows import IndexedRows, MaskedRows, align_indexed, int32_ids
 from ..weights import PackedWeight, empty_weight, pack_expert_into
+from .vllm import say
 
 _WORD = 8  # INT4 codes of an int32
+
+
+@lru_cache(maxsize=64)
+def _building(arch: str, sm_count: int, contract: str, top_k: int, experts: int, hidden: int, intermediate: int) -> threading.Thread:
+    """Compiles a layer shape's kernels while the engine reads weights. What fails here fails again where it is waited for, aloud."""
+    shape = {"experts": experts, "hidden": hidden, "intermediate": intermediate, "sm_count": sm_count}
+    plans = layer_kernels(arch, W4A16.name, contracts=(contract,), top_k=top_k, unfused=False, **shape)
+
+    def build() -> None:
+        with suppress(ChordError):
+            build_all(plans)
+
+    say(f"compiling {len(plans)} kernels for {experts} experts of {hidden} x {intermediate}, or reading them from the cache")
+    thread = threading.Thread(target=build, name="chord-build", daemon=True)
+    thread.start()
+    return thread
 
 
 class _Experts(mk.FusedMoEExpertsModular):
@@ -176,6 +200,7 @@ class ChordMoEMethod(FusedMoEMethodBase):
     def __init__(self, moe: Any, *, batched: bool) -> None:
         super().__init__(moe)
         self._experts = ChordBatchedExperts if batched else ChordExperts
+        self._top_k = moe.experts_per_token
         self._packed: dict[str, PackedWeight] = {}
 
     def create_weights(
@@ -194,12 +219,14 @@ class ChordMoEMethod(FusedMoEMethodBase):
                 layer.register_parameter(f"{name}_{part}", parameter)
                 set_weight_attrs(parameter, attrs)
         layer.a13_scale = layer.a2_scale = None
+        if torch.cuda.is_available():
+            self._build(num_experts, hidden, inter)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         for name, paired in (("w13", True), ("w2", False)):
             self._pack(layer, name, paired)
         layer.w13_weight, layer.w2_weight = self._packed["w13"].data, self._packed["w2"].data
-        MoELayer(self._packed["w13"], self._packed["w2"]).warmup(("masked",) if self._experts is ChordBatchedExperts else ("indexed",))
+        self._load_kernels()
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         prepare = maybe_make_prepare_finalize(
             moe=self.moe, quant_config=self.moe_quant_config, routing_tables=layer._expert_routing_tables(), allow_new_interface=True
@@ -208,6 +235,23 @@ class ChordMoEMethod(FusedMoEMethodBase):
         if prepare.activation_format == mk.FusedMoEActivationFormat.BatchedExperts:
             batched = {"max_num_tokens": prepare.max_num_tokens_per_rank(), "num_dispatchers": prepare.num_dispatchers()}
         self.moe_kernel = mk.FusedMoEKernel(prepare, self._experts(moe_config=self.moe, quant_config=self.moe_quant_config, **batched))
+
+    @property
+    def _contract(self) -> str:
+        return "masked" if self._experts is ChordBatchedExperts else "indexed"
+
+    def _build(self, experts: int, hidden: int, intermediate: int) -> threading.Thread:
+        return _building(*ops.device_arch(torch.cuda.current_device()), self._contract, self._top_k, experts, hidden, intermediate)
+
+    def _load_kernels(self) -> None:
+        gate_up, down = self._packed["w13"], self._packed["w2"]
+        if gate_up.device.type != "cuda":
+            return
+        start = time.perf_counter()
+        self._build(gate_up.experts, gate_up.k, down.k).join()
+        kernels = MoELayer(gate_up, down).warmup((self._contract,), self._top_k)
+        if (waited := time.perf_counter() - start) > 1:
+            say(f"waited {waited:.1f} s for {kernels} kernels to be compiled; the next start finds them in the cache")
 
     def _pack(self, layer: Any, name: str, paired: bool) -> None:
         """Into the same memory when weights are loaded again."""
