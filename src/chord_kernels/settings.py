@@ -45,11 +45,11 @@ def schedule_pins() -> dict[str, int | str]:
     return pins
 
 
-def vllm_mode() -> str:
-    """on, off or force."""
-    mode = os.environ.get("CHORD_VLLM") or "on"
+def vllm_mode(configured: str | None = None) -> str:
+    """on, off or force. configured: what the engine's own configuration says, where the environment says nothing."""
+    name, mode = ("CHORD_VLLM", os.environ["CHORD_VLLM"]) if os.environ.get("CHORD_VLLM") else ("mode", configured or "on")
     if mode not in VLLM_MODES:
-        raise FormatError(f"CHORD_VLLM={mode!r} is not known; unset it or give one of {', '.join(VLLM_MODES)}")
+        raise FormatError(f"{name}={mode!r} is not known; leave it out or give one of {', '.join(VLLM_MODES)}")
     return mode
 
 

@@ -38,7 +38,12 @@ PYTHON = sorted(SOURCES.rglob("*.py"))
 
 def tracked() -> list[Path]:
     suffixes = (".py", ".cuh")
-    return [path for folder in ("src", "tests", "tools", "examples", "benchmarks") for path in (ROOT / folder).rglob("*") if path.suffix in suffixes]
+    return [
+        path
+        for folder in ("src", "tests", "tools", "examples", "benchmarks")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in suffixes
+    ]
 
 
 def module_name(path: Path) -> str:

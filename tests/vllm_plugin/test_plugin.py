@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -147,6 +148,61 @@ def test_workspaces_grow_with_the_tokens() -> None:
         assert all(a[0] < b[0] and a[1:] == b[1:] for a, b in zip(smaller, larger, strict=True))
 
 
+def test_reloaded_weights_lie_where_the_old_ones_did() -> None:
+    """Captured graphs hold their addresses."""
+    from vllm.model_executor.model_loader.reload import layerwise
+    from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+    method, layer = ChordMoEMethod(config(), batched=False), Layer(config())
+    layer.quant_method = method
+    method.create_weights(layer, EXPERTS, HIDDEN, INTER, torch.bfloat16, weight_loader=default_weight_loader)
+    layerwise.record_metadata_for_reloading(layer)
+    checkpoints = []
+    for seed in (0, 2):
+        tensors = {}
+        for offset, (name, n, k) in enumerate((("w13", 2 * INTER, HIDDEN), ("w2", HIDDEN, INTER))):
+            codes, scales = random_codes(EXPERTS, n, k, seed=seed + offset)
+            shape = torch.ones((EXPERTS, 2), dtype=torch.bfloat16)
+            tensors |= {f"{name}_weight_packed": W4A16.words_of_codes(codes), f"{name}_weight_scale": scales, f"{name}_weight_shape": shape}
+        checkpoints.append(tensors)
+
+    def load(tensors: dict[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            parameter = getattr(layer, name)
+            parameter.weight_loader(parameter, tensor)
+
+    load(checkpoints[0])
+    method.process_weights_after_loading(layer)
+    places = layer.w13_weight.data_ptr(), layer.w2_weight.data_ptr()
+    before = layer.w13_weight.clone()
+    layerwise.initialize_layerwise_reload(layer)
+    load(checkpoints[1])
+    assert (layer.w13_weight.data_ptr(), layer.w2_weight.data_ptr()) == places
+    assert not torch.equal(layer.w13_weight, before)
+    x, ids, weights = torch.randn((4, HIDDEN)).to(torch.bfloat16), random_ids(4, EXPERTS, TOP_K), torch.rand((4, TOP_K))
+    again = Layer(config())
+    fresh = ChordMoEMethod(config(), batched=False)
+    fresh.create_weights(again, EXPERTS, HIDDEN, INTER, torch.bfloat16, weight_loader=default_weight_loader)
+    for name, tensor in checkpoints[1].items():
+        getattr(again, name).data.copy_(tensor)
+    fresh.process_weights_after_loading(again)
+    assert torch.equal(method.apply(layer, x, weights, ids), fresh.apply(again, x, weights, ids))
+
+
+@pytest.mark.parametrize(
+    ("given", "outcome"),
+    [({"mode": "off"}, "switched off"), ({"mode": "never"}, "mode='never' is not known"), ({"speed": 2}, "it takes 'mode'")],
+)
+def test_the_engines_configuration(given: dict, outcome: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    import vllm.config
+
+    monkeypatch.setattr(vllm.config, "get_current_vllm_config_or_none", lambda: SimpleNamespace(additional_config={"chord_kernels": given}))
+    plugin._said.clear()
+    with caplog.at_level("INFO"):
+        assert plugin._method(real_config(), FakeRoutedExperts(config()), "model.layers.1") is None
+    assert outcome in caplog.text
+
+
 class FakeRoutedExperts(Layer):
     """vLLM finds a scheme by the name of the layer's class."""
 
@@ -183,13 +239,13 @@ def test_other_layers_are_left_to_vllm(weights: dict, changes: dict, reason: str
     assert reason in str(why_not_layer(replace(facts, arch="sm_90a")))
     plugin._said.clear()
     with caplog.at_level("INFO"):
-        assert plugin._method(real_config(**weights), FakeRoutedExperts(config(**changes)), "model.layers.1", force=False) is None
-        assert plugin._method(real_config(**weights), FakeRoutedExperts(config(**changes)), "model.layers.1", force=False) is None
+        assert plugin._method(real_config(**weights), FakeRoutedExperts(config(**changes)), "model.layers.1") is None
+        assert plugin._method(real_config(**weights), FakeRoutedExperts(config(**changes)), "model.layers.2") is None
     assert caplog.text.count("left to vLLM") == 1
 
 
 def test_a_surprise_falls_through(caplog: pytest.LogCaptureFixture) -> None:
     plugin._said.clear()
     with caplog.at_level("INFO"):
-        assert plugin._method(object(), FakeRoutedExperts(config()), "model.layers.1", force=False) is None
+        assert plugin._method(object(), FakeRoutedExperts(config()), "model.layers.1") is None
     assert "left to vLLM: AttributeError" in caplog.text

@@ -3,7 +3,8 @@
 
 `register` replaces the compressed-tensors config by a subclass of whatever is registered, and leaves every layer that Chord does not
 compute to it, with one line in the log for each reason. It touches no GPU, may be called any number of times and never raises.
-CHORD_VLLM=off leaves vLLM as it is; force also takes layers for which a backend was named.
+CHORD_VLLM=off leaves vLLM as it is; force also takes layers for which a backend was named. Where it is not set, the engine's
+`additional_config={"chord_kernels": {"mode": "off"}}` says the same.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import logging
 from typing import Any
 
 from .. import settings
+from ..errors import FormatError
 from .scheme import LayerFacts, why_not_layer
 
 TESTED = ("0.26.", "0.33.")
@@ -32,17 +34,16 @@ def say(text: str, *, first: str | None = None) -> None:
 def register() -> None:
     """The entry point; vLLM calls it in every process."""
     try:
-        mode = settings.vllm_mode()
-        if mode == "off":
+        if settings.vllm_mode() == "off":
             say("off (CHORD_VLLM=off)")
         elif not _registered:
-            _register(mode)
-            _registered.add(mode)
+            _register()
+            _registered.add("compressed-tensors")
     except Exception:  # a plugin must not take the server with it
         _logger.exception("chord_kernels: not active")
 
 
-def _register(mode: str) -> None:
+def _register() -> None:
     import vllm
     from vllm.model_executor.layers.fused_moe import RoutedExperts
     from vllm.model_executor.layers.quantization import get_quantization_config, register_quantization_config
@@ -55,7 +56,7 @@ def _register(mode: str) -> None:
         """compressed-tensors, but for the MoE layers that Chord computes."""
 
         def get_quant_method(self, layer: Any, prefix: str) -> Any:
-            if isinstance(layer, RoutedExperts) and (method := _method(self, layer, prefix, force=mode == "force")):
+            if isinstance(layer, RoutedExperts) and (method := _method(self, layer, prefix)):
                 return method
             return super().get_quant_method(layer, prefix)
 
@@ -63,12 +64,31 @@ def _register(mode: str) -> None:
     say("registered for compressed-tensors INT4 experts")
 
 
-def _method(config: Any, layer: Any, prefix: str, *, force: bool) -> Any:
+def _mode() -> str:
+    """As the environment says, or the configuration of the engine that is being built."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    engine = get_current_vllm_config_or_none()
+    additional = getattr(engine, "additional_config", None) or {}
+    given = additional.get("chord_kernels", {}) if isinstance(additional, dict) else {}
+    if unknown := set(given) - {"mode"}:
+        raise FormatError(f"additional_config gives chord_kernels {sorted(unknown)}; it takes 'mode'")
+    return settings.vllm_mode(given.get("mode"))
+
+
+def _why_not(config: Any, layer: Any, prefix: str) -> tuple[LayerFacts | None, str | None]:
+    mode = _mode()
+    if mode == "off":
+        return None, "switched off"
+    facts = _facts(config, layer, prefix)
+    return facts, "its projections have different schemes, or none" if facts is None else why_not_layer(facts, force=mode == "force")
+
+
+def _method(config: Any, layer: Any, prefix: str) -> Any:
     """Chord's method for a MoE layer; None leaves it to vLLM."""
     try:
-        facts = _facts(config, layer, prefix)
-        reason = "its projections have different schemes, or none" if facts is None else why_not_layer(facts, force=force)
-        if reason is not None:
+        facts, reason = _why_not(config, layer, prefix)
+        if facts is None or reason is not None:
             say(f"MoE layers are left to vLLM: {reason}", first=prefix)
             return None
         from .vllm_moe import ChordMoEMethod
