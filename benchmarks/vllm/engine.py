@@ -7,11 +7,12 @@ backend: chord (the plugin decides), auto (vLLM without the plugin), or one of v
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import random
-import statistics
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,37 +21,29 @@ BATCHES = (1, 8, 20, 64, 128)
 PROMPTS, PROMPT_TOKENS, GREEDY_TOKENS = 200, 32, 16
 PREFILL = (8, 2048)
 GRAPH_SIZES = [1, 2, 4, 8, 16, 24, 32, 64, 128, 256]  # of vLLM's default list, those that the batches here meet
+KV_BYTES = 2 << 30  # said, not found out: several engines may share a card until they are measured, one after the other
+DECODED = 128
 
 
-def load(model: str, backend: str, *, eager: bool, parallel: dict[str, Any]) -> tuple[Any, dict[str, float]]:
-    """The engine, and what loading took: seconds, and GiB on the device while and after weights were loaded."""
-    import torch
+def load(model: str, backend: str, *, eager: bool, options: dict[str, Any]) -> tuple[Any, dict[str, float]]:
+    """The engine, and what loading took: seconds until it is ready; of the weights, seconds, and GiB on the device after and meanwhile."""
     from vllm import LLM
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    found: dict[str, float] = {}
-    original = GPUModelRunner.load_model
-
-    def watched(self: Any, *args: Any, **named: Any) -> Any:
-        torch.cuda.reset_peak_memory_stats()
-        start = time.perf_counter()
-        result = original(self, *args, **named)
-        torch.cuda.synchronize()
-        found["weights_s"] = round(time.perf_counter() - start, 2)
-        found["weights_gib"] = round(torch.cuda.memory_allocated() / 2**30, 3)
-        found["weights_peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 3)
-        return result
-
-    GPUModelRunner.load_model = watched
     start = time.perf_counter()
     llm = LLM(
         model=model, skip_tokenizer_init=True, max_model_len=4096, max_num_seqs=256, max_num_batched_tokens=8192, enforce_eager=eager,
-        gpu_memory_utilization=0.6, enable_prefix_caching=False, max_logprobs=8,
+        gpu_memory_utilization=0.1, kv_cache_memory_bytes=KV_BYTES, enable_prefix_caching=False, max_logprobs=8,
+        worker_extension_cls="watched_worker.WatchedLoading",
         **({} if eager else {"compilation_config": {"cudagraph_capture_sizes": GRAPH_SIZES}}),
         **({} if backend in ("chord", "auto") else {"moe_backend": backend}),
-        **parallel,
+        **options,
     )  # fmt: skip
-    return llm, found | {"ready_s": round(time.perf_counter() - start, 2)}
+    return llm, llm.collective_rpc("loading")[0] | {"ready_s": round(time.perf_counter() - start, 2)}
+
+
+def random_prompts(vocabulary: int, count: int, length: int, *, seed: int) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(2, vocabulary) for _ in range(length)] for _ in range(count)]
 
 
 class Bench:
@@ -59,8 +52,7 @@ class Bench:
         self._vocabulary = llm.llm_engine.model_config.get_vocab_size()
 
     def prompts(self, count: int, length: int, seed: int) -> list[dict[str, list[int]]]:
-        draw = random.Random(seed)
-        return [{"prompt_token_ids": [draw.randrange(2, self._vocabulary) for _ in range(length)]} for _ in range(count)]
+        return [{"prompt_token_ids": ids} for ids in random_prompts(self._vocabulary, count, length, seed=seed)]
 
     def generate(self, prompts: list[Any], tokens: int, **options: Any) -> tuple[float, list[Any]]:
         from vllm import SamplingParams
@@ -88,9 +80,10 @@ class Bench:
         return found
 
     def decode_ms(self, batch: int, repeats: int) -> list[float]:
-        """Milliseconds a token: 64 more of them, after 4."""
+        """Milliseconds a token: what 128 more of them take, after 4."""
         prompts = self.prompts(batch, 32, seed=2)
-        return [round((self.generate(prompts, 68)[0] - self.generate(prompts, 4)[0]) / 64 * 1e3, 4) for _ in range(repeats)]
+        few, many = 4, 4 + DECODED
+        return [round((self.generate(prompts, many)[0] - self.generate(prompts, few)[0]) / DECODED * 1e3, 4) for _ in range(repeats)]
 
     def prefill_tokens_s(self, repeats: int) -> list[int]:
         count, length = PREFILL
@@ -115,30 +108,34 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--repeats", type=int, default=5, help="0: predictions alone")
     parser.add_argument("--eager", action="store_true")
-    parser.add_argument("--parallel", type=json.loads, default={}, help='JSON of engine arguments, such as {"tensor_parallel_size": 2}')
+    parser.add_argument("--options", type=json.loads, default={}, help='JSON of engine arguments, such as {"tensor_parallel_size": 2}')
+    parser.add_argument("--wait", action="store_true", help="once ready: make the file OUT.ready, and measure after a line on stdin")
     parser.add_argument("--commit", default="")
     given = parser.parse_args()
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "CHORD_VLLM": "on" if given.backend == "chord" else "off"}
 
-    llm, loading = load(given.model, given.backend, eager=given.eager, parallel=given.parallel)
-    bench = Bench(llm)
+    llm, loading = load(given.model, given.backend, eager=given.eager, options=given.options)
     import vllm
 
+    bench = Bench(llm)
     row: dict[str, Any] = {
         "backend": given.backend, "vllm": vllm.__version__, "card": _card(), "commit": given.commit, "eager": given.eager,
-        "parallel": given.parallel, **loading,
+        "options": given.options, **loading,
     }  # fmt: skip
     row["predictions"] = bench.predictions()
     given.out.write_text(json.dumps(row))
+    if given.wait:
+        given.out.with_suffix(".ready").touch()
+        sys.stdin.readline()
     if given.repeats:
+        gc.collect()
+        gc.freeze()
         for batch in BATCHES:
             bench.decode_ms(batch, 1)
         row["decode_ms"] = {batch: bench.decode_ms(batch, given.repeats) for batch in BATCHES}
         bench.prefill_tokens_s(1)
         row["prefill_tokens_s"] = bench.prefill_tokens_s(given.repeats)
-        print(given.backend, {b: statistics.median(v) for b, v in row["decode_ms"].items()}, statistics.median(row["prefill_tokens_s"]))
         given.out.write_text(json.dumps(row))
 
 

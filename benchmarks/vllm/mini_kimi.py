@@ -40,6 +40,17 @@ def config(hidden: int, intermediate: int, experts: int, layers: int, vocabulary
     }  # fmt: skip
 
 
+SPECIAL = ("<s>", "</s>")
+
+
+def tokenizer(vocabulary: int) -> dict[str, object]:
+    """Words t2, t3, ... are tokens 2, 3, ..."""
+    words = [*SPECIAL, *(f"t{i}" for i in range(len(SPECIAL), vocabulary))]
+    model = {"type": "WordLevel", "unk_token": SPECIAL[0], "vocab": {word: i for i, word in enumerate(words)}}
+    nothing = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder"))
+    return {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "WhitespaceSplit"}, "model": model, **nothing}
+
+
 class Writer:
     """Random tensors from one seed, a file a layer."""
 
@@ -60,7 +71,9 @@ class Writer:
         self._tensors[name] = torch.zeros(count)
 
     def int4(self, name: str, rows: int, columns: int) -> None:
-        words = torch.randint(-(2**31), 2**31, (rows, columns // 8), generator=self._random, device=self._device).to(torch.int32)
+        # Codes from 1 on: values from -7 to 7 have no mean. With one, all tokens would be alike after a few layers.
+        codes = torch.randint(1, 16, (rows, columns // 8, 8), generator=self._random, device=self._device, dtype=torch.int32)
+        words = (codes << 4 * torch.arange(8, device=self._device, dtype=torch.int32)).sum(-1, dtype=torch.int32)
         scales = (torch.rand((rows, columns // 32), generator=self._random, device=self._device) + 0.5) * (columns**-0.5 / 4.6)
         self._tensors |= {
             name + ".weight_packed": words.cpu(),
@@ -81,6 +94,9 @@ class Writer:
 def write(folder: Path, *, hidden: int, intermediate: int, experts: int, layers: int, vocabulary: int, device: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config(hidden, intermediate, experts, layers, vocabulary), indent=1))
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer(vocabulary)))
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": SPECIAL[0], "eos_token": SPECIAL[1], "unk_token": SPECIAL[0]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
     out = Writer(folder, device)
     out.dense("model.embed_tokens", vocabulary, hidden, scale=hidden**0.5)
     out.dense("lm_head", vocabulary, hidden, scale=3.0)
@@ -114,7 +130,7 @@ def write(folder: Path, *, hidden: int, intermediate: int, experts: int, layers:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    for name, value in (("hidden", 7168), ("intermediate", 2048), ("experts", 48), ("layers", 8), ("vocabulary", 4096)):
+    for name, value in (("hidden", 7168), ("intermediate", 2048), ("experts", 48), ("layers", 12), ("vocabulary", 4096)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--device", default="cuda")
     given = vars(parser.parse_args())

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker extension of vLLM that remembers what loading the weights took. Imported in the worker's process before it loads them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from vllm.v1.worker.gpu_worker import Worker
+
+_GIB = 2**30
+_found: dict[str, float] = {}
+_load_model = Worker.load_model
+
+
+def _watched(self: Any, *args: Any, **named: Any) -> Any:
+    torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    result = _load_model(self, *args, **named)
+    torch.cuda.synchronize()
+    _found["weights_s"] = round(time.perf_counter() - start, 2)
+    _found["weights_gib"] = round(torch.cuda.memory_allocated() / _GIB, 3)
+    _found["weights_peak_gib"] = round(torch.cuda.max_memory_allocated() / _GIB, 3)
+    return result
+
+
+Worker.load_model = _watched
+
+
+class WatchedLoading:
+    def loading(self) -> dict[str, float]:
+        return dict(_found)
