@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,14 +16,33 @@ _found: dict[str, float] = {}
 _load_model = Worker.load_model
 
 
+@contextmanager
+def _peaks() -> Iterator[list[int]]:
+    """Bytes in use at most, also before vLLM starts that count anew."""
+    found: list[int] = []
+    reset = torch.cuda.reset_peak_memory_stats
+
+    def remembering(device: Any = None) -> None:
+        found.append(torch.cuda.max_memory_allocated(device))
+        reset(device)
+
+    torch.cuda.reset_peak_memory_stats = remembering
+    try:
+        yield found
+    finally:
+        torch.cuda.reset_peak_memory_stats = reset
+        found.append(torch.cuda.max_memory_allocated())
+
+
 def _watched(self: Any, *args: Any, **named: Any) -> Any:
     torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
-    result = _load_model(self, *args, **named)
+    with _peaks() as peaks:
+        result = _load_model(self, *args, **named)
     torch.cuda.synchronize()
     _found["weights_s"] = round(time.perf_counter() - start, 2)
     _found["weights_gib"] = round(torch.cuda.memory_allocated() / _GIB, 3)
-    _found["weights_peak_gib"] = round(torch.cuda.max_memory_allocated() / _GIB, 3)
+    _found["weights_peak_gib"] = round(max(peaks) / _GIB, 3)
     return result
 
 

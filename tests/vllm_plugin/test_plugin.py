@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import pickle
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -92,6 +95,15 @@ def test_registration_is_idempotent_and_keeps_the_class() -> None:
     plugin.register()
     assert get_quantization_config("compressed-tensors") is first
     assert issubclass(first, before)
+
+
+def test_processes_can_send_each_other_the_config() -> None:
+    """`vllm serve` starts its engines by spawn: what the config is an instance of is imported there."""
+    config = real_config()
+    assert type(config).__module__.startswith("chord_kernels")
+    read = "import pickle, sys; print(pickle.load(sys.stdin.buffer).quant_format)"
+    other = subprocess.run([sys.executable, "-c", read], input=pickle.dumps(config), capture_output=True, check=True)
+    assert other.stdout.decode().strip().endswith("pack-quantized")
 
 
 def test_off_registers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +211,7 @@ def test_the_engines_configuration(given: dict, outcome: str, monkeypatch: pytes
     monkeypatch.setattr(vllm.config, "get_current_vllm_config_or_none", lambda: SimpleNamespace(additional_config={"chord_kernels": given}))
     plugin._said.clear()
     with caplog.at_level("INFO"):
-        assert plugin._method(real_config(), FakeRoutedExperts(config()), "model.layers.1") is None
+        assert plugin.method_for(real_config(), FakeRoutedExperts(config()), "model.layers.1") is None
     assert outcome in caplog.text
 
 
@@ -239,13 +251,13 @@ def test_other_layers_are_left_to_vllm(weights: dict, changes: dict, reason: str
     assert reason in str(why_not_layer(replace(facts, arch="sm_90a")))
     plugin._said.clear()
     with caplog.at_level("INFO"):
-        assert plugin._method(real_config(**weights), FakeRoutedExperts(config(**changes)), "model.layers.1") is None
-        assert plugin._method(real_config(**weights), FakeRoutedExperts(config(**changes)), "model.layers.2") is None
+        assert plugin.method_for(real_config(**weights), FakeRoutedExperts(config(**changes)), "model.layers.1") is None
+        assert plugin.method_for(real_config(**weights), FakeRoutedExperts(config(**changes)), "model.layers.2") is None
     assert caplog.text.count("left to vLLM") == 1
 
 
 def test_a_surprise_falls_through(caplog: pytest.LogCaptureFixture) -> None:
     plugin._said.clear()
     with caplog.at_level("INFO"):
-        assert plugin._method(object(), FakeRoutedExperts(config()), "model.layers.1") is None
+        assert plugin.method_for(object(), FakeRoutedExperts(config()), "model.layers.1") is None
     assert "left to vLLM: AttributeError" in caplog.text

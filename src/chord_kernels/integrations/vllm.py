@@ -45,21 +45,12 @@ def register() -> None:
 
 def _register() -> None:
     import vllm
-    from vllm.model_executor.layers.fused_moe import RoutedExperts
-    from vllm.model_executor.layers.quantization import get_quantization_config, register_quantization_config
+    from vllm.model_executor.layers.quantization import register_quantization_config
+
+    from .vllm_config import ChordCompressedTensorsConfig
 
     if not vllm.__version__.startswith(TESTED):
         say(f"vLLM {vllm.__version__} was not tested (tested: {', '.join(version + 'x' for version in TESTED)})")
-    base = get_quantization_config("compressed-tensors")
-
-    class ChordCompressedTensorsConfig(base):
-        """compressed-tensors, but for the MoE layers that Chord computes."""
-
-        def get_quant_method(self, layer: Any, prefix: str) -> Any:
-            if isinstance(layer, RoutedExperts) and (method := _method(self, layer, prefix)):
-                return method
-            return super().get_quant_method(layer, prefix)
-
     register_quantization_config("compressed-tensors")(ChordCompressedTensorsConfig)
     say("registered for compressed-tensors INT4 experts")
 
@@ -84,7 +75,7 @@ def _why_not(config: Any, layer: Any, prefix: str) -> tuple[LayerFacts | None, s
     return facts, "its projections have different schemes, or none" if facts is None else why_not_layer(facts, force=mode == "force")
 
 
-def _method(config: Any, layer: Any, prefix: str) -> Any:
+def method_for(config: Any, layer: Any, prefix: str) -> Any:
     """Chord's method for a MoE layer; None leaves it to vLLM."""
     try:
         facts, reason = _why_not(config, layer, prefix)
