@@ -50,12 +50,13 @@ def small_table() -> None:
 
 
 def warp_decode_table() -> None:
-    """Whole layers against humming's two products alone: live where they were, else as recorded."""
-    print("\n| case | tokens | us a layer | x floor | GB/s | two products of humming | humming / Chord |\n|--|--|--|--|--|--|--|")
+    """Whole layers against humming's two products, alone and with what a layer needs around them, in the same process."""
+    print("\n| case | tokens | us a layer | x floor | GB/s | two products of humming | / Chord | whole path with them | / Chord |")
+    print("|--|--|--|--|--|--|--|--|--|")
     for row in rows():
         if row.get("layer") == "warp-decode" and row["routing"] == "uniform":
-            us, peer = row["us_per_layer"], row.get("humming_us", row.get("recorded_peer_us"))
-            against = f"{peer:.1f} | {peer / us:.2f}" if peer else "- | -"
+            us, peer, path = row["us_per_layer"], row["humming_us"], row["conventional_us"]
+            against = f"{peer:.1f} | {peer / us:.2f} | {path:.1f} | {path / us:.2f}"
             print(f"| {row['case']} | {row['tokens']} | {us:.1f} | {us / row['floor_us']:.2f} | {row['gbs']} | {against} |")
 
 

@@ -50,7 +50,7 @@ def main() -> None:
         print(backend, "measured" if engine.returncode == 0 else f"ended: see {backend}.log", flush=True)
     done = [backend for backend in backends if engines[backend].returncode == 0]
     files = [str(given.out / f"{backend}.json") for backend in ("emulation", *done)]
-    subprocess.run([sys.executable, str(HERE / "compare.py"), *files], check=True)
+    subprocess.run([sys.executable, str(HERE / "compare.py"), *files, "--out", str(given.out / "comparison.json")], check=True)
 
 
 if __name__ == "__main__":

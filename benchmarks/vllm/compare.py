@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,24 +33,47 @@ def differences(truth: dict[str, Any], found: dict[str, Any]) -> dict[str, float
     }
 
 
-def main() -> None:
-    truth, *others = (json.loads(Path(name).read_text()) for name in sys.argv[1:])
-    greedy = truth["predictions"]["greedy"]
-    print(f"{len(greedy)} prompts; {len(set(flat(greedy)))} different tokens among {len(flat(greedy))} greedy ones\n")
+def label(row: dict[str, Any]) -> str:
+    return " ".join([row["backend"], *(f"{name}={value}" for name, value in row["options"].items())])
+
+
+def print_predictions(truth: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    greedy = flat(truth["predictions"]["greedy"])
+    print(f"{len(truth['predictions']['greedy'])} prompts; {len(set(greedy))} different tokens among {len(greedy)} greedy ones\n")
     print("| backend | log-probabilities differ by, mean, most | other choice | at a clear lead, of | greedy texts that leave at one |")
     print("|--|--|--|--|--|")
-    for row in others:
-        d = differences(truth["predictions"], row["predictions"])
+    for row in rows:
+        d = row["differences"]
         counts = f"{d['wrong']} | {d['clear_wrong']}, {d['clear']} | {d['greedy_clear_wrong']}"
-        print(f"| {row['backend']} | {d['mean']:.4f}, {d['largest']:.4f} | {counts} |")
-    timed = [row for row in others if "decode_ms" in row]
-    batches = list(timed[0]["decode_ms"]) if timed else []
+        print(f"| {label(row)} | {d['mean']:.4f}, {d['largest']:.4f} | {counts} |")
+
+
+def print_speed(rows: list[dict[str, Any]]) -> None:
+    batches = list(rows[0]["decode_ms"])
     print(f"\n| backend | decode ms a token, batch {', '.join(batches)} | prefill tokens/s | loading, s | GiB after, most while loading |")
     print("|--|--|--|--|--|")
-    for row in timed:
+    for row in rows:
         decode = ", ".join(f"{statistics.median(row['decode_ms'][b]):.3f}" for b in batches)
         memory = f"{row['weights_gib']:.2f}, {row['weights_peak_gib']:.2f}"
-        print(f"| {row['backend']} | {decode} | {statistics.median(row['prefill_tokens_s']):,.0f} | {row['weights_s']} | {memory} |")
+        print(f"| {label(row)} | {decode} | {statistics.median(row['prefill_tokens_s']):,.0f} | {row['weights_s']} | {memory} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("truth", type=Path)
+    parser.add_argument("others", type=Path, nargs="+")
+    parser.add_argument("--out", type=Path, help="write all but the predictions themselves")
+    given = parser.parse_args()
+    truth, *rows = (json.loads(file.read_text()) for file in (given.truth, *given.others))
+    for row in rows:
+        row["differences"] = differences(truth["predictions"], row["predictions"])
+    print_predictions(truth, rows)
+    if timed := [row for row in rows if "decode_ms" in row]:
+        print_speed(timed)
+    if given.out:
+        for row in rows:
+            del row["predictions"]
+        given.out.write_text(json.dumps({"truth": truth["backend"], "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

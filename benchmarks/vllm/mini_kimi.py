@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes a small Kimi-K2-style checkpoint: DeepseekV3 architecture, compressed-tensors INT4 experts in groups of 32, random weights.
 
-Experts weigh what one rank's do in the real model (48 of 7168 x 2048, top 8). Weights keep the variance of what passes through, and the
-head is three times as wide, so that next-token probabilities are neither flat nor one token's.
+Experts weigh what one rank's do in the real model (48 of 7168 x 2048, top 8). What a layer adds to the residual stream is a tenth of it:
+with as much as the stream, twelve random layers turn BF16 rounding, by experts that change, into other predictions. The head is three
+times as wide as would keep the variance, so that next-token probabilities are neither flat nor one token's.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 HEADS, DENSE_INTERMEDIATE = 16, 2048
+ADDED = 0.1
 Q_RANK, KV_RANK, NOPE, ROPE, VALUE = 512, 512, 128, 64, 128
 
 
@@ -70,11 +72,11 @@ class Writer:
     def zeros(self, name: str, count: int) -> None:
         self._tensors[name] = torch.zeros(count)
 
-    def int4(self, name: str, rows: int, columns: int) -> None:
+    def int4(self, name: str, rows: int, columns: int, *, scale: float = 1.0) -> None:
         # Codes from 1 on: values from -7 to 7 have no mean. With one, all tokens would be alike after a few layers.
         codes = torch.randint(1, 16, (rows, columns // 8, 8), generator=self._random, device=self._device, dtype=torch.int32)
         words = (codes << 4 * torch.arange(8, device=self._device, dtype=torch.int32)).sum(-1, dtype=torch.int32)
-        scales = (torch.rand((rows, columns // 32), generator=self._random, device=self._device) + 0.5) * (columns**-0.5 / 4.6)
+        scales = (torch.rand((rows, columns // 32), generator=self._random, device=self._device) + 0.5) * (scale * columns**-0.5 / 4.6)
         self._tensors |= {
             name + ".weight_packed": words.cpu(),
             name + ".weight_scale": scales.to(torch.bfloat16).cpu(),
@@ -111,10 +113,11 @@ def write(folder: Path, *, hidden: int, intermediate: int, experts: int, layers:
         out.dense(at + "self_attn.kv_a_proj_with_mqa", KV_RANK + ROPE, hidden)
         out.ones(at + "self_attn.kv_a_layernorm", KV_RANK)
         out.dense(at + "self_attn.kv_b_proj", HEADS * (NOPE + VALUE), KV_RANK)
-        out.dense(at + "self_attn.o_proj", hidden, HEADS * VALUE)
+        out.dense(at + "self_attn.o_proj", hidden, HEADS * VALUE, scale=ADDED)
         mlp, width = (at + "mlp.", DENSE_INTERMEDIATE) if layer == 0 else (at + "mlp.shared_experts.", intermediate)
-        for name, rows, columns in (("gate_proj", width, hidden), ("up_proj", width, hidden), ("down_proj", hidden, width)):
-            out.dense(mlp + name, rows, columns)
+        out.dense(mlp + "gate_proj", width, hidden)
+        out.dense(mlp + "up_proj", width, hidden)
+        out.dense(mlp + "down_proj", hidden, width, scale=ADDED)
         if layer > 0:
             out.dense(at + "mlp.gate", experts, hidden)
             out.zeros(at + "mlp.gate.e_score_correction_bias", experts)
@@ -122,7 +125,7 @@ def write(folder: Path, *, hidden: int, intermediate: int, experts: int, layers:
                 named = f"{at}mlp.experts.{expert}."
                 out.int4(named + "gate_proj", intermediate, hidden)
                 out.int4(named + "up_proj", intermediate, hidden)
-                out.int4(named + "down_proj", hidden, intermediate)
+                out.int4(named + "down_proj", hidden, intermediate, scale=ADDED)
         out.flush()
     out.finish()
 

@@ -7,6 +7,7 @@ import doctest
 import importlib
 import json
 import re
+import statistics
 from pathlib import Path
 
 import pytest
@@ -67,16 +68,20 @@ def test_the_readmes_small_batches_are_the_result_files() -> None:
 
 def test_the_warp_decode_table_is_the_result_files() -> None:
     rows = re.findall(
-        r"^\| ((?:int4|mxfp8)-[\w-]+) \| (\d+) \| ([\d.]+) \| ([\d.]+) \| (\d+) \| ", (ROOT / "README.md").read_text(), re.MULTILINE
+        r"^\| ((?:int4|mxfp8)-[\w-]+) \| (\d+) \| ([\d.]+) \| ([\d.]+) \| (\d+) \| ([\d.]+) \| [\d.]+ \| ([\d.]+) \| [\d.]+ \|$",
+        (ROOT / "README.md").read_text(),
+        re.MULTILINE,
     )
     uniform = [row for row in RESULT_ROWS if row.get("layer") == "warp-decode" and row["routing"] == "uniform"]
     measured = {(row["case"], row["tokens"]): row for row in uniform}
     assert len(rows) == len(measured)
-    for case, tokens, us, ratio, gbs in rows:
+    for case, tokens, us, ratio, gbs, products, path in rows:
         row = measured[case, int(tokens)]
         assert float(us) == pytest.approx(row["us_per_layer"], abs=0.06)
         assert float(ratio) == pytest.approx(row["us_per_layer"] / row["floor_us"], abs=0.006)
         assert int(gbs) == row["gbs"]
+        assert float(products) == pytest.approx(row["humming_us"], abs=0.06)
+        assert float(path) == pytest.approx(row["conventional_us"], abs=0.06)
 
 
 def test_the_live_comparison_is_the_result_files() -> None:
@@ -101,3 +106,17 @@ def test_the_layer_table_is_what_chord_run_printed() -> None:
     assert rows
     for tokens, numerics, us in rows:
         assert (int(tokens), numerics, int(us)) in measured
+
+
+def test_the_engines_table_is_the_result_file() -> None:
+    """docs/vllm.md: medians of the engines that were measured side by side."""
+    rows = re.findall(
+        r"^\| (chord|humming|marlin) \| ([\d.]+ \| .*) \| ([\d,]+) \|$", (ROOT / "docs" / "vllm.md").read_text(), re.MULTILINE
+    )
+    measured = {row["backend"]: row for row in RESULT_ROWS if "decode_ms" in row}
+    assert {backend for backend, *_ in rows} == set(measured)
+    for backend, decode, prefill in rows:
+        row = measured[backend]
+        for shown, times in zip(decode.split(" | "), row["decode_ms"].values(), strict=True):
+            assert float(shown) == pytest.approx(statistics.median(times), abs=0.006)
+        assert int(prefill.replace(",", "")) == statistics.median(row["prefill_tokens_s"])
