@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +72,12 @@ def main() -> None:
     if timed := [row for row in rows if "decode_ms" in row]:
         print_speed(timed)
     if given.out:
+        shared = {name: truth[name] for name in ("card", "date", "versions", "commit")}
         for row in rows:
-            del row["predictions"]
-        given.out.write_text(json.dumps({"truth": truth["backend"], "rows": rows}, indent=1) + "\n")
+            row["compared_with"] = truth["backend"]
+            for name in (*shared, "predictions"):
+                del row[name]
+        given.out.write_text(json.dumps(shared | {"command": " ".join(sys.argv), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

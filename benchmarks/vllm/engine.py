@@ -14,6 +14,7 @@ import random
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,10 @@ def _card() -> dict[str, str]:
     return dict(zip(query.split(","), line.stdout.splitlines()[0].split(", "), strict=True))
 
 
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in ("vllm", "torch", "chord-kernels", "humming-kernels", "cuda-core", "nvidia-cuda-nvrtc")}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
@@ -116,12 +121,10 @@ def main() -> None:
     os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "CHORD_VLLM": "on" if given.backend == "chord" else "off"}
 
     llm, loading = load(given.model, given.backend, eager=given.eager, options=given.options)
-    import vllm
-
     bench = Bench(llm)
     row: dict[str, Any] = {
-        "backend": given.backend, "vllm": vllm.__version__, "card": _card(), "commit": given.commit, "eager": given.eager,
-        "options": given.options, **loading,
+        "backend": given.backend, "card": _card(), "date": time.strftime("%F"), "versions": _versions(), "commit": given.commit,
+        "eager": given.eager, "options": given.options, **loading,
     }  # fmt: skip
     row["predictions"] = bench.predictions()
     given.out.write_text(json.dumps(row))
