@@ -36,6 +36,7 @@ def recorded_sources() -> list[Path]:
         "plan.py",
         "ops.py",
         "decode.py",
+        "align.py",
         "combine.py",
         "layer.py",
     )

@@ -27,6 +27,7 @@ MAX_STAGES = 8
 BLOCK_BYTES = {"w4a16": 576, "mxfp8": 1056}  # of 16 x 64 packed weights
 MOST_TOP_K = 16  # of warp decode
 MOST_EXPERTS = 1024
+MOST_ALIGNED_EXPERTS = 8192  # counts of so many fit the shared memory that needs no asking for
 LEAST_DECODE_STAGES = 3
 LEAST_PRODUCER_REGISTERS = 56
 
@@ -355,4 +356,34 @@ class WeightedSumPlan:
         return None
 
 
-Plan = TilePlan | StreamPlan | WarpDecodePlan | WeightedSumPlan
+@dataclass(frozen=True)
+class AlignPlan:
+    """The kernel that groups router ids by expert (kernel/align.cuh)."""
+
+    arch: str
+    experts: int  # at most
+
+    ctas: ClassVar[int] = 1
+    draws: ClassVar[bool] = False
+    header: ClassVar[str] = "chord/kernel/align.cuh"
+    function: ClassVar[str] = "align_rows"
+    threads: ClassVar[int] = 1024
+    smem_bytes: ClassVar[int] = 0  # its tables are static
+
+    @property
+    def name(self) -> str:
+        return f"align_e{self.experts}_{self.arch}"
+
+    def constants(self) -> dict[str, int]:
+        """The integers of its Config struct."""
+        return {"kMostExperts": self.experts, "kThreads": self.threads, "kCtas": self.ctas}
+
+    def describe(self) -> dict[str, object]:
+        return {"name": self.name, **asdict(self), "threads": self.threads}
+
+    def why_illegal(self) -> str | None:
+        """Why the kernel could not be built with these fields; None where it can."""
+        return None if self.experts <= MOST_ALIGNED_EXPERTS else f"{self.experts} experts; alignment on a GPU has {MOST_ALIGNED_EXPERTS}"
+
+
+Plan = TilePlan | StreamPlan | WarpDecodePlan | WeightedSumPlan | AlignPlan

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import ops
+from .align import align_rows
 from .combine import weighted_sum
 from .decode import warp_decode
 from .decode_plan import WARP_DECODE_BATCHES, warp_decodes
@@ -17,7 +18,7 @@ from .errors import FormatError, UnsupportedError
 from .formats import W4A16
 from .plan import layer_kernels, numerics_for
 from .progress import progress
-from .rows import IndexedRows, align_local, local_experts
+from .rows import IndexedRows
 from .weights import PackedWeight, check_layer
 
 
@@ -93,7 +94,7 @@ class MoELayer:
         if self.warp_decodes(tokens, top_k):
             return self._warp_decode(x.contiguous(), topk_ids, topk_weights, out)
         block_rows, experts = self._block_rows(tokens, top_k), self.gate_up.experts
-        routing = align_local(local_experts(topk_ids, experts, self.expert_map), experts, block_rows)
+        routing = align_rows(topk_ids, experts, block_rows, self._expert_map())
         values = x.new_empty((tokens * top_k, self.hidden))  # rows of dropped ids stay unwritten, and are not read
         hidden = ops.indexed(x.contiguous(), self.gate_up, routing, epilogue="swiglu")
         by_row = IndexedRows(routing.sorted_ids, routing.expert_ids, routing.num_tokens_padded, top_k=1, block_rows=block_rows)

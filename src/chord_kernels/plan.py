@@ -24,6 +24,7 @@ from .kernels import (
     TILE_K,
     TILE_ROWS,
     WIDTHS_PER_KERNEL,
+    AlignPlan,
     Plan,
     StreamPlan,
     TilePlan,
@@ -336,10 +337,15 @@ def layer_kernels(
     shape = {"experts": experts, "hidden": hidden, "intermediate": intermediate, "sm_count": sm_count}
     plans: list[Plan] = []
     if format_name == "w4a16":
-        plans += [*buckets(arch=arch, contracts=contracts, unfused=unfused, **shape), WeightedSumPlan(arch)]
+        plans += [*buckets(arch=arch, contracts=contracts, unfused=unfused, **shape), WeightedSumPlan(arch), align_plan(arch, experts)]
     if warp_decodes(format_name, 1, 1, experts):
         plans += warp_decode_buckets(arch, format_name, top_ks=(8, MOST_TOP_K) if top_k is None else (top_k,), **shape)
     return plans
+
+
+def align_plan(arch: str, experts: int) -> AlignPlan:
+    """The kernel that aligns the routing of so many experts of this rank."""
+    return AlignPlan(arch, max(64, 1 << (experts - 1).bit_length()))
 
 
 def shipped(arch: str) -> list[Plan]:

@@ -25,7 +25,7 @@ PYTHON_LAYERS = (
     ("checkpoint", "reference", "jit.compiler"),
     ("jit.launch",),
     ("ops",),
-    ("decode", "combine"),
+    ("decode", "align", "combine"),
     ("layer", "operator"),
     ("integrations",),
     ("bench.timing", "bench.suites"),

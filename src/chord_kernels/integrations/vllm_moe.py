@@ -19,7 +19,6 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
 from vllm.model_executor.layers.fused_moe.config import int4_w4a16_moe_quant_config
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
-from vllm.model_executor.layers.fused_moe.moe_align_block_size import moe_align_block_size
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
     TopKWeightAndReduceDelegate,
     TopKWeightAndReduceNoOP,
@@ -28,6 +27,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import kInt4Stati
 from vllm.model_executor.utils import replace_parameter, set_weight_attrs
 
 from .. import ops
+from ..align import align_rows
 from ..combine import weighted_sum
 from ..decode import warp_decode
 from ..decode_plan import warp_decodes
@@ -36,7 +36,7 @@ from ..formats import W4A16
 from ..jit.compiler import build_all
 from ..layer import MoELayer
 from ..plan import layer_kernels
-from ..rows import IndexedRows, MaskedRows, align_indexed, int32_ids
+from ..rows import IndexedRows, MaskedRows, int32_ids
 from ..weights import PackedWeight, empty_weight, pack_expert_into
 from .vllm import say
 
@@ -136,7 +136,7 @@ class ChordExperts(_Experts):
             return
         block_rows = ops.block_rows_on(gate_up.device, tokens * top_k / known)
         topk_ids = int32_ids(topk_ids, known)
-        routing = _align(topk_ids, known, block_rows, expert_map)
+        routing = align_rows(topk_ids, gate_up.experts, block_rows, expert_map)
         hidden = _room(workspace13, tokens * top_k, gate_up.n // 2)
         values = _room(workspace2, tokens * top_k, gate_up.k)
         ops.indexed(hidden_states, gate_up, routing, epilogue="swiglu", out=hidden, dependent_launch=True)
@@ -192,13 +192,6 @@ class ChordBatchedExperts(_Experts):
 
 def _room(workspace: Tensor, rows: int, columns: int) -> Tensor:
     return workspace.view(-1)[: rows * columns].view(rows, columns)
-
-
-def _align(topk_ids: Tensor, experts: int, block_rows: int, expert_map: Tensor | None) -> IndexedRows:
-    if topk_ids.device.type != "cuda":
-        return align_indexed(topk_ids, experts, block_rows, expert_map=expert_map)
-    sorted_ids, expert_ids, padded = moe_align_block_size(topk_ids, block_rows, experts, expert_map, ignore_invalid_experts=True)
-    return IndexedRows(sorted_ids, expert_ids, padded, topk_ids.shape[1], block_rows)
 
 
 class ChordMoEMethod(FusedMoEMethodBase):

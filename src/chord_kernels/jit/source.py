@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ..kernels import Plan, WarpDecodePlan, WeightedSumPlan
+from ..kernels import AlignPlan, Plan, WarpDecodePlan, WeightedSumPlan
 
 CUDA_ROOT = Path(__file__).parent.parent / "cuda"
 ENTRY = "chord_gemm"
@@ -62,6 +62,19 @@ _WEIGHTED_SUM: tuple[Argument, ...] = (
     ("map_size", "chord::int32_t", ctypes.c_int32),
 )
 
+_ALIGN: tuple[Argument, ...] = (
+    ("sorted_ids", "chord::int32_t* __restrict__", int),
+    ("expert_ids", "chord::int32_t* __restrict__", int),
+    ("padded", "chord::int32_t* __restrict__", int),
+    ("ids", "const chord::int32_t* __restrict__", int),
+    ("expert_map", "const chord::int32_t* __restrict__", int),
+    ("block_rows", "chord::int32_t", ctypes.c_int32),
+    ("tokens", "chord::int32_t", ctypes.c_int32),
+    ("top_k", "chord::int32_t", ctypes.c_int32),
+    ("experts", "chord::int32_t", ctypes.c_int32),
+    ("map_size", "chord::int32_t", ctypes.c_int32),
+)
+
 _CONTRACT = {"indexed": "kIndexed", "contiguous": "kContiguous", "masked": "kMasked"}
 _EPILOGUE = {"store": "kStore", "store_paired": "kStorePaired", "swiglu": "kSwiglu"}
 _NUMERICS = {"bf16": "kBf16", "exact": "kExact"}
@@ -72,6 +85,8 @@ _TOKEN_ROUTING = "{ids, expert_map, routing_weights, tokens, top_k, experts, map
 def arguments(plan: Plan) -> tuple[Argument, ...]:
     if isinstance(plan, WarpDecodePlan):
         return _WARP_DECODE
+    if isinstance(plan, AlignPlan):
+        return _ALIGN
     return _WEIGHTED_SUM if isinstance(plan, WeightedSumPlan) else _GROUPED
 
 
@@ -81,6 +96,8 @@ def _enums_and_operands(plan: Plan) -> tuple[dict[str, str], tuple[str, ...]]:
         return {"Format kFormat": _FORMAT[plan.format]}, ("{activations, weights, outputs, rows, k_tiles}", _TOKEN_ROUTING)
     if isinstance(plan, WeightedSumPlan):
         return {}, ("{values, outputs, columns}", _TOKEN_ROUTING)
+    if isinstance(plan, AlignPlan):
+        return {}, ("{sorted_ids, expert_ids, padded, block_rows}", "{ids, expert_map, nullptr, tokens, top_k, experts, map_size}")
     enums = {
         "Contract kContract": _CONTRACT[plan.contract],
         "Epilogue kEpilogue": _EPILOGUE[plan.epilogue],

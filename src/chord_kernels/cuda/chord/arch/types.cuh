@@ -19,4 +19,14 @@ constexpr uint32_t kFullMask = 0xFFFFFFFFu;
 
 __device__ __forceinline__ int warp_lane() { return threadIdx.x % kWarpLanes; }
 
+// Of the warp's lanes up to this one.
+__device__ __forceinline__ int sum_through(int value, int lane) {
+#pragma unroll
+  for (int step = 1; step < kWarpLanes; step *= 2) {
+    const int before = __shfl_up_sync(kFullMask, value, step);
+    if (lane >= step) value += before;
+  }
+  return value;
+}
+
 }  // namespace chord

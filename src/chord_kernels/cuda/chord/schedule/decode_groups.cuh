@@ -76,15 +76,6 @@ struct DecodeGroups {
     if (used) pair_of[lane] = static_cast<int16_t>(expert < 0 ? -1 : pair);
   }
 
-  __device__ __forceinline__ static int sum_through(int value, int lane) {
-#pragma unroll
-    for (int step = 1; step < kWarpLanes; step *= 2) {
-      const int before = __shfl_up_sync(kFullMask, value, step);
-      if (lane >= step) value += before;
-    }
-    return value;
-  }
-
   __device__ __forceinline__ void find_by_all(const TokenRouting& routing) {
     const int thread = threadIdx.x, slots = routing.tokens * routing.top_k;
     const int share = (routing.experts + Config::kThreads - 1) / Config::kThreads;  // experts a thread

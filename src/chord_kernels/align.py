@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Router ids to blocks of an expert's rows, in one kernel where `rows.align_indexed` takes a dozen torch operations."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .errors import FormatError
+from .kernels import MOST_ALIGNED_EXPERTS
+from .ops import device_arch
+from .ops import library as _library
+from .plan import ARCHITECTURES, align_plan
+from .rows import IndexedRows, align_indexed, int32_ids, padded_capacity
+
+_library.define(
+    "align_rows(Tensor topk_ids, Tensor? expert_map, int experts, int block_rows, Tensor(a!) sorted_ids, Tensor(b!) expert_ids, "
+    "Tensor(c!) padded) -> ()"
+)
+
+
+def align_rows(topk_ids: Tensor, experts: int, block_rows: int, expert_map: Tensor | None = None) -> IndexedRows:
+    """`align_indexed`, but for the order of an expert's ids, which is any: no output depends on it. One launch on a GPU.
+
+    topk_ids: int32, int64 or uint32 [M, top_k]. experts: of this rank. expert_map: int32 [global experts], a global id's local expert or
+    -1. CUDA-graph capturable, a programmatic dependent launch. Raises FormatError, CompileError.
+    """
+    if expert_map is not None and (expert_map.dtype != torch.int32 or expert_map.ndim != 1 or not expert_map.is_contiguous()):
+        raise FormatError(f"expert_map is {expert_map.dtype} {list(expert_map.shape)}; give contiguous int32 [global experts]")
+    if not _on_gpu(topk_ids, experts):
+        return align_indexed(topk_ids, experts, block_rows, expert_map)
+    if topk_ids.ndim != 2 or topk_ids.dtype not in (torch.int32, torch.int64, torch.uint32):
+        raise FormatError(f"topk_ids is {topk_ids.dtype} {list(topk_ids.shape)}; give int32 (or int64, uint32) [M, top_k]")
+    ids = int32_ids(topk_ids, experts if expert_map is None else expert_map.numel())
+    capacity = padded_capacity(ids.numel(), experts, block_rows)
+    sorted_ids = ids.new_empty(capacity)
+    expert_ids = ids.new_empty(capacity // block_rows)
+    padded = ids.new_empty(1)
+    torch.ops.chord_kernels.align_rows(ids, expert_map, experts, block_rows, sorted_ids, expert_ids, padded)
+    return IndexedRows(sorted_ids, expert_ids, padded, top_k=ids.shape[1], block_rows=block_rows)
+
+
+def _on_gpu(ids: Tensor, experts: int) -> bool:
+    return ids.device.type == "cuda" and 1 <= experts <= MOST_ALIGNED_EXPERTS and device_arch(ids.device.index)[0] in ARCHITECTURES
+
+
+def _align_rows_cuda(
+    ids: Tensor, expert_map: Tensor | None, experts: int, block_rows: int, sorted_ids: Tensor, expert_ids: Tensor, padded: Tensor
+) -> None:
+    from .jit.launch import load
+
+    index = ids.device.index
+    tokens, top_k = ids.shape
+    with torch.cuda.device(index):
+        kernel = load(align_plan(device_arch(index)[0], experts), index, capturing=torch.cuda.is_current_stream_capturing)
+        addresses = (sorted_ids.data_ptr(), expert_ids.data_ptr(), padded.data_ptr(), ids.data_ptr())
+        table = 0 if expert_map is None else expert_map.data_ptr()
+        known = experts if expert_map is None else expert_map.numel()
+        stream = torch.cuda.current_stream(index).cuda_stream
+        kernel.launch(stream, 1, (*addresses, table, block_rows, tokens, top_k, experts, known), dependent=True)
+
+
+_library.impl("align_rows", _align_rows_cuda, "CUDA")
+torch.library.register_fake("chord_kernels::align_rows", lambda *args: None, lib=_library)
