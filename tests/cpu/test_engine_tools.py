@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What benchmarks/vllm writes and computes, without an engine."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from safetensors import safe_open
+from support import ROOT
+
+import chord_kernels as chord
+
+TOOLS = ROOT / "benchmarks" / "vllm"
+
+
+def tool(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"engine_tool_{name}", TOOLS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mini-kimi")
+    tool("mini_kimi").write(folder, hidden=256, intermediate=128, experts=4, layers=1, vocabulary=32, device="cpu")
+    return folder
+
+
+def test_the_checkpoint_is_one_that_chord_reads(checkpoint: Path) -> None:
+    layer = chord.MoELayer.from_checkpoint(checkpoint, 1, device="cpu")
+    assert (layer.gate_up.experts, layer.hidden, layer.intermediate) == (4, 256, 128)
+
+
+def test_its_codes_have_no_mean(checkpoint: Path) -> None:
+    """With one, all tokens of a random model are alike after a few layers."""
+    with safe_open(checkpoint / "model-00001.safetensors", "pt") as file:
+        words = file.get_tensor("model.layers.1.mlp.experts.0.up_proj.weight_packed")
+    codes = torch.stack([(words >> 4 * i) & 15 for i in range(8)])
+    assert codes.min() == 1
+    assert abs(codes.float().mean() - 8) < 0.1
+
+
+def test_every_tensor_of_the_index_is_there(checkpoint: Path) -> None:
+    files = json.loads((checkpoint / "model.safetensors.index.json").read_text())["weight_map"]
+    for name in set(files.values()):
+        with safe_open(checkpoint / name, "pt") as file:
+            assert set(file.keys()) == {tensor for tensor, where in files.items() if where == name}
+
+
+def predictions(logprob: float, choice: int, greedy: list[int]) -> dict[str, list]:
+    return {"logprobs": [[logprob]], "choices": [[choice]], "leads": [[0.5]], "greedy": [greedy], "greedy_leads": [[0.5, 0.1]]}
+
+
+@pytest.mark.parametrize(
+    ("found", "clear_wrong", "greedy_clear_wrong"),
+    [
+        (predictions(-1.1, 3, [1, 2]), 0, 0),  # all the same
+        (predictions(-1.1, 4, [1, 2]), 1, 0),  # another choice, though the lead is above the noise of 0.1
+        (predictions(-1.6, 4, [1, 2]), 0, 0),  # the lead is below it
+        (predictions(-1.2, 3, [1, 9]), 0, 0),  # leaves where the lead is 0.1
+        (predictions(-1.2, 3, [9, 2]), 0, 1),  # leaves where it is 0.5
+    ],
+)
+def test_differences_count_where_the_lead_is_clear(found: dict[str, list], clear_wrong: int, greedy_clear_wrong: int) -> None:
+    d = tool("compare").differences(predictions(-1.0, 3, [1, 2]), found)
+    assert (d["clear_wrong"], d["greedy_clear_wrong"]) == (clear_wrong, greedy_clear_wrong)
+
+
+def test_the_comparison_writes_what_a_result_file_needs(tmp_path: Path) -> None:
+    for backend in ("emulation", "chord"):
+        row = {"backend": backend, "options": {}, "card": {"name": "x"}, "date": "d", "versions": {}, "commit": "c"}
+        row |= {"predictions": predictions(-1.0, 3, [1, 2]), "decode_ms": {"1": [2.0, 1.0, 3.0]}, "prefill_tokens_s": [5, 7, 6]}
+        row |= {"weights_s": 1.0, "weights_gib": 2.0, "weights_peak_gib": 3.0}
+        (tmp_path / f"{backend}.json").write_text(json.dumps(row))
+    command = [sys.executable, TOOLS / "compare.py", tmp_path / "emulation.json", tmp_path / "chord.json", "--out", tmp_path / "all.json"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "| chord | 2.000 | 6 |" in printed
+    written = json.loads((tmp_path / "all.json").read_text())
+    assert set(written) == {"card", "date", "versions", "commit", "command", "rows"}
+    assert "predictions" not in written["rows"][0]
