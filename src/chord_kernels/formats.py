@@ -31,7 +31,7 @@ from torch import Tensor
 
 from .errors import FormatError
 
-_ROWS_AT_ONCE = 1 << 22  # elements unpacked side by side: bounds the scratch of packing
+_ROWS_AT_ONCE = 1 << 23  # elements packed side by side: bounds the scratch
 
 
 @dataclass(frozen=True)
@@ -102,20 +102,21 @@ class W4A16:
         chunk = max(1, _ROWS_AT_ONCE // (k * cls.tile_rows)) * cls.tile_rows
         for start in range(0, n, chunk):
             rows = order[start : start + chunk] if paired else slice(start, min(start + chunk, n))
-            part = codes[rows] if codes.dtype == torch.uint8 else cls.codes_of_words(codes[rows])
+            part = codes[rows] if codes.dtype == torch.int32 else cls.words_of_codes(codes[rows])
             cls._pack_rows(out[start // 64 : (start + chunk) // 64], part, scales[rows])
 
     @classmethod
-    def _pack_rows(cls, out: Tensor, codes: Tensor, scales: Tensor) -> None:
+    def _pack_rows(cls, out: Tensor, words: Tensor, scales: Tensor) -> None:
         tiles, k_tiles = out.shape[:2]
-        # tile, block, row half, g, k-tile, step, k half, t, pair element
-        c = codes.reshape(tiles, 4, 2, 8, k_tiles, 4, 2, 4, 2)
-        words = torch.zeros((tiles, 4, 8, k_tiles, 4, 4), dtype=torch.int32, device=codes.device)  # ..., step, t
+        # tile, block, row half, g, k-tile, step, k half; byte t of a word has the codes of a pair's two elements
+        sources = words.reshape(tiles, 4, 2, 8, k_tiles, 4, 2)
+        to_byte = torch.arange(0, 32, 8, dtype=torch.int32, device=words.device)
+        words = torch.zeros((tiles, 4, 8, k_tiles, 4, 4), dtype=torch.int32, device=words.device)  # ..., step, t
         for k_half in range(2):
             for row_half in range(2):
-                for element in range(2):
-                    shift = 4 * (2 * k_half + row_half) + 16 * element
-                    words |= c[:, :, row_half, :, :, :, k_half, :, element].to(torch.int32) << shift
+                shift = 4 * (2 * k_half + row_half)
+                pairs = sources[:, :, row_half, :, :, :, k_half].unsqueeze(-1) >> to_byte
+                words |= ((pairs & 0x0F) << shift) | ((pairs & 0xF0) << 12 + shift)
         blocks = out.view(tiles, k_tiles, 4, cls.block_bytes)
         words = words.permute(0, 3, 1, 2, 5, 4).reshape(tiles, k_tiles, 4, 128)  # tile, k-tile, block, (g, t, step)
         blocks[..., : cls.code_bytes] = words.contiguous().view(torch.uint8)
