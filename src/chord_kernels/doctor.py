@@ -10,6 +10,7 @@ import torch
 
 from . import __version__, settings
 from .errors import ChordError
+from .integrations.vllm import TESTED
 from .plan import CONTRACTS, EPILOGUES, NEVER_RUN, SHIPPED_SHAPES, Problem, why_not
 
 _PACKAGES = (
@@ -32,7 +33,8 @@ def facts() -> list[tuple[str, str]]:
             found.append((package, metadata.version(package)))
         except metadata.PackageNotFoundError:
             found.append((package, "not installed"))
-    return [*found, ("NVRTC", _nvrtc()), ("CUDA driver", _driver()), *_gpus(), ("kernel cache", _cache())]
+    found += [("NVRTC", _nvrtc()), ("CUDA driver", _driver()), *_gpus(), ("kernel cache", _cache())]
+    return [*found, ("vLLM plugin", _plugin())]
 
 
 def _nvrtc() -> str:
@@ -72,6 +74,25 @@ def _cache() -> str:
     entries = cache_entries()
     size = sum(path.stat().st_size for path in entries) / 2**20
     return f"{settings.cache_dir()}: {len(entries)} kernels, {size:.1f} MiB"
+
+
+def _plugin() -> str:
+    """Whether vLLM, as it is installed and set here, would leave INT4 experts to Chord."""
+    group, name = "vllm.general_plugins", "chord_kernels"
+    try:
+        version, mode, plugins = metadata.version("vllm"), settings.vllm_mode(), settings.vllm_plugins()
+    except metadata.PackageNotFoundError:
+        return "vLLM is not installed"
+    except ChordError as error:
+        return str(error)
+    if mode == "off":
+        return "off (CHORD_VLLM=off)"
+    if plugins is not None and name not in plugins:
+        return f"not loaded: VLLM_PLUGINS={','.join(plugins)} leaves {name} out"
+    if name not in metadata.entry_points(group=group).names:
+        return f"not found: chord-kernels is importable, but not installed with its entry point in {group} (pip install it)"
+    tested = "tested" if version.startswith(TESTED) else f"not tested; tested: {', '.join(known + 'x' for known in TESTED)}"
+    return f"takes INT4 experts of compressed-tensors checkpoints from vLLM {version} ({tested}; mode {mode})"
 
 
 def support() -> list[tuple[str, str, str]]:

@@ -53,6 +53,12 @@ def vllm_mode(configured: str | None = None) -> str:
     return mode
 
 
+def vllm_plugins() -> tuple[str, ...] | None:
+    """The plugins that vLLM will load; None: all that are installed."""
+    listed = os.environ.get("VLLM_PLUGINS")
+    return None if listed is None else tuple(name.strip() for name in listed.split(","))
+
+
 def _user_cache() -> Path | None:
     if sys.platform == "win32":
         base = os.environ.get("LOCALAPPDATA")

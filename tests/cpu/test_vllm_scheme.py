@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import metadata
+from types import SimpleNamespace
 
 import pytest
 
-from chord_kernels import settings
+from chord_kernels import doctor, settings
 from chord_kernels.errors import FormatError
 from chord_kernels.integrations.scheme import LayerFacts, why_not_layer
 
@@ -80,3 +82,32 @@ def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHORD_VLLM", "yes")
     with pytest.raises(FormatError, match="on, off, force"):
         settings.vllm_mode()
+
+
+@pytest.mark.parametrize(
+    ("version", "environment", "entry_points", "words"),
+    [
+        (None, {}, ("chord_kernels",), "not installed"),
+        ("0.33.0", {}, ("chord_kernels",), "vLLM 0.33.0 (tested; mode on)"),
+        ("0.34.1", {"CHORD_VLLM": "force"}, ("chord_kernels",), "not tested; tested: 0.26.x, 0.33.x; mode force"),
+        ("0.33.0", {"CHORD_VLLM": "off"}, ("chord_kernels",), "CHORD_VLLM=off"),
+        ("0.33.0", {"CHORD_VLLM": "maybe"}, ("chord_kernels",), "'maybe' is not known"),
+        ("0.33.0", {"VLLM_PLUGINS": "lora, other"}, ("chord_kernels",), "VLLM_PLUGINS=lora,other leaves chord_kernels out"),
+        ("0.33.0", {}, (), "pip install"),
+    ],
+)
+def test_doctor_says_what_the_plugin_would_do(
+    version: str | None, environment: dict[str, str], entry_points: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def installed(name: str) -> str:
+        if version is None:
+            raise metadata.PackageNotFoundError(name)
+        return version
+
+    for name in ("CHORD_VLLM", "VLLM_PLUGINS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(metadata, "version", installed)
+    monkeypatch.setattr(metadata, "entry_points", lambda group: SimpleNamespace(names=entry_points))
+    assert words in doctor._plugin()
