@@ -11,7 +11,7 @@ from .kernels import MOST_ALIGNED_EXPERTS
 from .ops import device_arch
 from .ops import library as _library
 from .plan import ARCHITECTURES, align_plan
-from .rows import IndexedRows, align_indexed, int32_ids, padded_capacity
+from .rows import IndexedRows, align_indexed, expected_rows, int32_ids, padded_capacity
 
 _library.define(
     "align_rows(Tensor topk_ids, Tensor? expert_map, int experts, int block_rows, Tensor(a!) sorted_ids, Tensor(b!) expert_ids, "
@@ -37,7 +37,7 @@ def align_rows(topk_ids: Tensor, experts: int, block_rows: int, expert_map: Tens
     expert_ids = ids.new_empty(capacity // block_rows)
     padded = ids.new_empty(1)
     torch.ops.chord_kernels.align_rows(ids, expert_map, experts, block_rows, sorted_ids, expert_ids, padded)
-    return IndexedRows(sorted_ids, expert_ids, padded, top_k=ids.shape[1], block_rows=block_rows)
+    return IndexedRows(sorted_ids, expert_ids, padded, ids.shape[1], block_rows, expected_rows(ids.numel(), experts, expert_map))
 
 
 def _on_gpu(ids: Tensor, experts: int) -> bool:

@@ -18,7 +18,6 @@ from .errors import FormatError, UnsupportedError
 from .formats import W4A16
 from .plan import layer_kernels, numerics_for
 from .progress import progress
-from .rows import IndexedRows
 from .weights import PackedWeight, check_layer
 
 
@@ -97,20 +96,19 @@ class MoELayer:
         routing = align_rows(topk_ids, experts, block_rows, self._expert_map())
         values = x.new_empty((tokens * top_k, self.hidden))  # rows of dropped ids stay unwritten, and are not read
         hidden = ops.indexed(x.contiguous(), self.gate_up, routing, epilogue="swiglu")
-        by_row = IndexedRows(routing.sorted_ids, routing.expert_ids, routing.num_tokens_padded, top_k=1, block_rows=block_rows)
-        ops.indexed(hidden, self.down, by_row, out=values, dependent_launch="weights_first")
+        ops.indexed(hidden, self.down, routing.by_id(), out=values, dependent_launch="weights_first")
         return weighted_sum(values.view(tokens, top_k, -1), topk_ids, topk_weights, experts=experts, expert_map=self._expert_map(), out=out)
 
     def numerics(self, tokens: int, top_k: int) -> str:
         """Which definition of `reference` a batch of this size computes: "exact" or "bf16"."""
         if self.gate_up.device.type == "cpu" or self.warp_decodes(tokens, top_k):
             return "exact"
-        return numerics_for(self._block_rows(tokens, top_k), tokens * top_k / self.gate_up.experts)
+        return numerics_for(self._block_rows(tokens, top_k), tokens * top_k / self._known_experts)
 
     def warp_decodes(self, tokens: int, top_k: int) -> bool:
         """Whether a batch of this size goes to `warp_decode`. On CPU INT4 keeps the path of large batches."""
-        form, experts = self.gate_up.format, self.gate_up.experts
-        return (form is not W4A16 or self.gate_up.device.type == "cuda") and warp_decodes(form.name, tokens, top_k, experts)
+        form = self.gate_up.format
+        return (form is not W4A16 or self.gate_up.device.type == "cuda") and warp_decodes(form.name, tokens, top_k, self._known_experts)
 
     def _warp_decode(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor | None) -> Tensor:
         out = torch.empty_like(x) if out is None else out
@@ -124,7 +122,12 @@ class MoELayer:
         return None if self.expert_map is None else self.expert_map.to(torch.int32)
 
     def _block_rows(self, tokens: int, top_k: int) -> int:
-        return ops.block_rows_on(self.gate_up.device, tokens * top_k / self.gate_up.experts)
+        return ops.block_rows_on(self.gate_up.device, tokens * top_k / self._known_experts)
+
+    @property
+    def _known_experts(self) -> int:
+        """That the tokens' slots are spread over, of all ranks."""
+        return self.gate_up.experts if self.expert_map is None else self.expert_map.numel()
 
     def warmup(self, contracts: tuple[str, ...] = ("indexed",), top_k: int | None = None) -> int:
         """Compile and load every kernel that any batch can need on the weights' device; returns how many. contracts: beyond warp decode,

@@ -24,7 +24,7 @@ library = torch.library.Library("chord_kernels", "DEF")
 _COMMON = "Tensor x, Tensor weight, bool paired, str epilogue, str dequant, int dependence"
 library.define(
     f"w4a16_indexed({_COMMON}, Tensor sorted_ids, Tensor expert_ids, Tensor num_tokens_padded, int top_k, int block_rows, "
-    "Tensor(a!) out) -> ()"
+    "int expected_rows, Tensor(a!) out) -> ()"
 )
 library.define(f"w4a16_contiguous({_COMMON}, Tensor m_indices, int alignment, Tensor(a!) out) -> ()")
 library.define(f"w4a16_masked({_COMMON}, Tensor masked_m, int expected_m, Tensor(a!) out) -> ()")
@@ -63,7 +63,8 @@ def indexed(
     if out.shape[0]:
         _ops.w4a16_indexed(
             x, weight.data, weight.paired, epilogue, dequant, _dependence(dependent_launch), routing.sorted_ids, routing.expert_ids,
-            routing.num_tokens_padded, routing.top_k, routing.block_rows, out,
+            routing.num_tokens_padded, routing.top_k, routing.block_rows,
+            out.shape[0] if routing.expected_rows is None else routing.expected_rows, out,
         )  # fmt: skip
     return out
 
@@ -238,9 +239,9 @@ def _launch(
 
 def _indexed_cuda(
     x: Tensor, weight: Tensor, paired: bool, epilogue: str, dequant: str, dependence: int, sorted_ids: Tensor,
-    expert_ids: Tensor, num_tokens_padded: Tensor, top_k: int, block_rows: int, out: Tensor,
+    expert_ids: Tensor, num_tokens_padded: Tensor, top_k: int, block_rows: int, expected_rows: int, out: Tensor,
 ) -> None:  # fmt: skip
-    problem = _problem(x, weight, paired, epilogue, dequant, "indexed", out.shape[0], block_rows=block_rows)
+    problem = _problem(x, weight, paired, epilogue, dequant, "indexed", expected_rows, block_rows=block_rows)
     blocks = min(sorted_ids.numel() // block_rows, expert_ids.numel())
     _launch(problem, x, weight, out, (sorted_ids, expert_ids, num_tokens_padded), out.shape[0], blocks, top_k, dependence)
 
@@ -269,7 +270,7 @@ def _reference(x: Tensor, weight: Tensor, paired: bool, epilogue: str, dequant: 
     reference.grouped(x, PackedWeight(weight, paired), routing, out, epilogue=epilogue, dequant="exact" if dequant == "auto" else dequant)
 
 
-def _indexed_cpu(x, weight, paired, epilogue, dequant, dependence, sorted_ids, expert_ids, padded, top_k, block_rows, out):
+def _indexed_cpu(x, weight, paired, epilogue, dequant, dependence, sorted_ids, expert_ids, padded, top_k, block_rows, expected_rows, out):
     _reference(x, weight, paired, epilogue, dequant, IndexedRows(sorted_ids, expert_ids, padded, top_k, block_rows), out)
 
 

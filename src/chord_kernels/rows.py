@@ -15,7 +15,7 @@ and every shape depends on static numbers only, so that they can be captured in 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -42,7 +42,8 @@ class IndexedRows:
 
     sorted_ids int32: ids (token * top_k + slot) grouped by expert and padded to blocks of `block_rows` with ids that are not
     below M * top_k. expert_ids int32: the expert of each block, -1 to skip it. num_tokens_padded int32 [1]: how much of
-    sorted_ids is valid; the rest is never read.
+    sorted_ids is valid; the rest is never read. expected_rows: how many ids this rank's experts have if routing is even, a hint for the
+    choice of schedule as `MaskedRows.expected_m` is; None: all M * top_k.
     """
 
     sorted_ids: Tensor
@@ -50,6 +51,7 @@ class IndexedRows:
     num_tokens_padded: Tensor
     top_k: int
     block_rows: int
+    expected_rows: int | None = None
     contract: ClassVar[str] = "indexed"
 
     def __post_init__(self) -> None:
@@ -66,6 +68,10 @@ class IndexedRows:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return self.sorted_ids, self.expert_ids, self.num_tokens_padded
+
+    def by_id(self) -> IndexedRows:
+        """The same blocks for a product whose input has a row for every id: the second one of a layer."""
+        return replace(self, top_k=1)
 
     @property
     def max_blocks(self) -> int:
@@ -171,6 +177,11 @@ class _Grouped:
         return self.positions + shifts[self.experts], ends
 
 
+def expected_rows(ids: int, num_experts: int, expert_map: Tensor | None) -> int:
+    """How many of so many ids this rank's experts have if routing is even."""
+    return ids if expert_map is None else -(-ids * num_experts // max(expert_map.numel(), 1))
+
+
 def padded_capacity(ids: int, num_experts: int, alignment: int) -> int:
     """The most slots that `ids` routed rows can take when every expert's rows are padded to `alignment`."""
     worst = ids + min(num_experts, ids) * (alignment - 1)
@@ -184,11 +195,7 @@ def align_indexed(topk_ids: Tensor, num_experts: int, block_rows: int, expert_ma
     are negative, too large or remote are dropped: their output rows stay untouched. What the buffers hold beyond
     num_tokens_padded is not specified.
     """
-    return align_local(local_experts(topk_ids, num_experts, expert_map), num_experts, block_rows)
-
-
-def align_local(local: Tensor, num_experts: int, block_rows: int) -> IndexedRows:
-    """`align_indexed` of ids that went through `local_experts`."""
+    local = local_experts(topk_ids, num_experts, expert_map)
     count = local.numel()
     capacity = padded_capacity(count, num_experts, block_rows)
     grouped = _Grouped.of(local, num_experts)
@@ -198,7 +205,8 @@ def align_local(local: Tensor, num_experts: int, block_rows: int) -> IndexedRows
     sorted_ids[slots] = grouped.ids.to(torch.int32)
     block_starts = torch.arange(0, capacity, block_rows, device=local.device)
     expert_ids = torch.searchsorted(ends, block_starts, right=True, out_int32=True)
-    return IndexedRows(sorted_ids[:capacity], expert_ids, ends[-1:].to(torch.int32), top_k=local.shape[1], block_rows=block_rows)
+    expected = expected_rows(count, num_experts, expert_map)
+    return IndexedRows(sorted_ids[:capacity], expert_ids, ends[-1:].to(torch.int32), local.shape[1], block_rows, expected)
 
 
 def align_contiguous(

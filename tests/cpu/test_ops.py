@@ -150,7 +150,7 @@ def test_opcheck() -> None:
     weight, x = random_weight(4, 128, 64), torch.randn(32, 64).to(torch.bfloat16)
     routing = chord.align_indexed(random_ids(32, 4, 1), 4, 16)
     common, out = (weight.data, False, "store", "auto", False), torch.empty(32, 128).to(torch.bfloat16)
-    indexed = (x, *common, *routing.tensors, 1, 16, out)
+    indexed = (x, *common, *routing.tensors, 1, 16, 32, out)
     torch.library.opcheck(torch.ops.chord_kernels.w4a16_indexed.default, indexed)
     torch.library.opcheck(torch.ops.chord_kernels.w4a16_contiguous.default, (x, *common, torch.zeros(32).int(), 128, out))
     torch.library.opcheck(torch.ops.chord_kernels.w4a16_masked.default, (x, *common, torch.full((4,), 8).int(), 8, out))

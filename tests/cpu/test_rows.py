@@ -149,3 +149,13 @@ def test_the_table_ignores_what_is_not_valid() -> None:
     assert target.tolist() == [3, 0, 1]
     assert source.tolist() == [1, 0, 0]
     assert expert.tolist() == [1, 1, 1]
+
+
+def test_expected_rows_are_this_ranks_share() -> None:
+    ids = torch.arange(40).view(10, 4) % 16
+    expert_map = torch.full((16,), -1, dtype=torch.int32)
+    expert_map[:4] = torch.arange(4, dtype=torch.int32)
+    assert align_indexed(ids, 16, 8).expected_rows == 40
+    assert align_indexed(ids, 4, 8, expert_map).expected_rows == 10
+    second = align_indexed(ids, 4, 8, expert_map).by_id()
+    assert (second.top_k, second.expected_rows, second.block_rows) == (1, 10, 8)

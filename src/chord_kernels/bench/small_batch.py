@@ -52,7 +52,7 @@ class _Layer:
             ids,
             x.to(torch.bfloat16),
             routing,
-            IndexedRows(routing.sorted_ids, routing.expert_ids, routing.num_tokens_padded, 1, block_rows),
+            routing.by_id(),
             poisoned(2 * inter),
             poisoned(inter),
             poisoned(hidden),

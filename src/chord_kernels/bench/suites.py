@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import ops, reference
 from ..formats import W4A16
-from ..rows import ContiguousRows, IndexedRows, MaskedRows, RowContract, align_indexed, row_table
+from ..rows import ContiguousRows, MaskedRows, RowContract, align_indexed, row_table
 from ..weights import PackedWeight, empty_weight, pack_expert_into
 
 READ_GBS = 4500.0  # measured on an H200 at 0.8 GB; see docs/facts.md
@@ -185,7 +185,7 @@ def make_inputs(case: Case, weight: PackedWeight, *, epilogue: str = "store", bl
         routing = align_indexed(ids, case.experts, block)
         distinct = int(ids.unique().numel())
         if case.stage == "down":
-            routing = IndexedRows(routing.sorted_ids, routing.expert_ids, routing.num_tokens_padded, 1, block)
+            routing = routing.by_id()
             x, out_rows = normal(case.routed_rows), case.routed_rows
         else:
             x, out_rows = normal(case.tokens), case.routed_rows

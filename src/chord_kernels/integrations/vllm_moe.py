@@ -36,7 +36,7 @@ from ..formats import W4A16
 from ..jit.compiler import build_all
 from ..layer import MoELayer
 from ..plan import layer_kernels
-from ..rows import IndexedRows, MaskedRows, int32_ids
+from ..rows import MaskedRows, int32_ids
 from ..weights import PackedWeight, empty_weight, pack_expert_into
 from .vllm import say
 
@@ -140,8 +140,7 @@ class ChordExperts(_Experts):
         hidden = _room(workspace13, tokens * top_k, gate_up.n // 2)
         values = _room(workspace2, tokens * top_k, gate_up.k)
         ops.indexed(hidden_states, gate_up, routing, epilogue="swiglu", out=hidden, dependent_launch=True)
-        by_row = IndexedRows(routing.sorted_ids, routing.expert_ids, routing.num_tokens_padded, 1, block_rows)
-        ops.indexed(hidden, down, by_row, out=values, dependent_launch="weights_first")
+        ops.indexed(hidden, down, routing.by_id(), out=values, dependent_launch="weights_first")
         values = values.view(tokens, top_k, -1)
         weighted_sum(values, topk_ids, topk_weights, experts=gate_up.experts, expert_map=expert_map, out=output)
 
