@@ -60,6 +60,18 @@ def warp_decode_table() -> None:
             print(f"| {row['case']} | {row['tokens']} | {us:.1f} | {us / row['floor_us']:.2f} | {row['gbs']} | {against} |")
 
 
+def routing_table() -> None:
+    """Warp decode where tokens share experts; docs/performance.md."""
+    print("\n| case | tokens | routing | distinct experts | MB of them | MB of all slots | us a layer | x floor | whole path / Chord |")
+    print("|--|--|--|--|--|--|--|--|--|")
+    for row in rows():
+        if row.get("layer") == "warp-decode" and row["routing"] != "uniform" and row["tokens"] in (8, 16, 32):
+            us = row["us_per_layer"]
+            read = f"{row['distinct_experts']} | {row['distinct_mb']} | {row['slots_mb']}"
+            ratios = f"{us / row['floor_us']:.2f} | {row['conventional_us'] / us:.2f}"
+            print(f"| {row['case']} | {row['tokens']} | {row['routing']} | {read} | {us:.1f} | {ratios} |")
+
+
 def live_table() -> None:
     print("\n| case | Chord us | humming 0.1.20 us | humming / Chord |\n|--|--|--|--|")
     live = {(row["section"], row["stage"], row["point"]): row for row in rows() if "section" in row and "humming_us" in row}
@@ -75,3 +87,4 @@ if __name__ == "__main__":
     small_table()
     live_table()
     warp_decode_table()
+    routing_table()

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm serve` with the plugin, asked by the OpenAI client: greedy completions beside those that engine.py found.
 
-server.py MODEL TRUTH.json [arguments of vllm serve ...]; TRUTH.json is engine.py's file of vLLM's `emulation` backend.
+server.py MODEL FOLDER [arguments of vllm serve ...]; FOLDER is one that ab.py has filled: predictions of the `emulation` backend, and the
+noise of vLLM's others. Fails where a completion leaves emulation's at a lead above that noise.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ def healthy() -> bool:
 
 
 def main() -> None:
-    model, truth_file, *arguments = sys.argv[1:]
-    truth = json.loads(Path(truth_file).read_text())["predictions"]
+    model, folder, *arguments = sys.argv[1:]
+    truth = json.loads((Path(folder) / "emulation.json").read_text())["predictions"]
+    noise = json.loads((Path(folder) / "comparison.json").read_text())["rows"][0]["differences"]["noise"]
     command = [
         sys.executable,
         "-m",
@@ -64,7 +66,10 @@ def main() -> None:
             if first is not None:
                 left_at.append(leads[first])
         said = client.completions.create(model=model, prompt="t5 t17 t99", max_tokens=4, temperature=0).choices[0].text
-        print(json.dumps({"arguments": arguments, "asked": ASKED, "same": same, "left_at_leads_of": left_at, "t5 t17 t99": said}))
+        found = {"asked": ASKED, "same": same, "left_at_leads_of": left_at, "noise": noise, "t5 t17 t99": said}
+        print(json.dumps({"arguments": arguments, **found}))
+        if any(lead > noise for lead in left_at):
+            raise SystemExit("a completion leaves emulation's where its lead is above the noise")
     finally:
         server.terminate()
         server.wait(timeout=60)

@@ -84,6 +84,18 @@ def test_the_warp_decode_table_is_the_result_files() -> None:
         assert float(path) == pytest.approx(row["conventional_us"], abs=0.06)
 
 
+def test_the_table_of_routings_is_the_result_file() -> None:
+    pattern = r"^\| ([\w-]+) \| (\d+) \| (zipf|same) \| ([\d.]+) \| [\d.]+ \| [\d.]+ \| ([\d.]+) \| [\d.]+ \| ([\d.]+) \|$"
+    shown = re.findall(pattern, (ROOT / "docs" / "performance.md").read_text(), re.MULTILINE)
+    measured = {(row["case"], row["tokens"], row["routing"]): row for row in RESULT_ROWS if row.get("layer") == "warp-decode"}
+    assert len(shown) == 24
+    for case, tokens, routing, experts, us, path in shown:
+        row = measured[case, int(tokens), routing]
+        assert float(experts) == row["distinct_experts"]
+        assert float(us) == pytest.approx(row["us_per_layer"], abs=0.06)
+        assert float(path) == pytest.approx(row["conventional_us"] / row["us_per_layer"], abs=0.006)
+
+
 def test_the_live_comparison_is_the_result_files() -> None:
     """docs/performance.md: rows `| decode 1 | ours | humming | ratio |`, both sums of one process."""
     text = (ROOT / "docs" / "performance.md").read_text()

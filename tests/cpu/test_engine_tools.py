@@ -70,17 +70,30 @@ def predictions(logprob: float, choice: int, greedy: list[int]) -> dict[str, lis
     ],
 )
 def test_differences_count_where_the_lead_is_clear(found: dict[str, list], clear_wrong: int, greedy_clear_wrong: int) -> None:
-    d = tool("compare").differences(predictions(-1.0, 3, [1, 2]), found)
+    compare, truth = tool("compare"), predictions(-1.0, 3, [1, 2])
+    d = compare.differences(truth, found, max(compare.apart(truth, found)))
     assert (d["clear_wrong"], d["greedy_clear_wrong"]) == (clear_wrong, greedy_clear_wrong)
 
 
+def test_what_is_judged_does_not_set_the_noise() -> None:
+    """A backend that is far off everywhere would have no clear place left."""
+    compare, truth = tool("compare"), {"predictions": predictions(-1.0, 3, [1, 2])}
+    chord, marlin = ({"backend": name, "predictions": predictions(value, 4, [9, 2])} for name, value in (("chord", -3.0), ("marlin", -1.1)))
+    noise = compare.peers_noise(truth, [chord, marlin])
+    assert noise == pytest.approx(0.1)
+    assert compare.differences(truth["predictions"], chord["predictions"], noise)["clear_wrong"] == 1
+    with pytest.raises(SystemExit, match="vLLM's own"):
+        compare.peers_noise(truth, [chord])
+
+
 def test_the_comparison_writes_what_a_result_file_needs(tmp_path: Path) -> None:
-    for backend in ("emulation", "chord"):
+    for backend in ("emulation", "chord", "marlin"):
         row = {"backend": backend, "options": {}, "card": {"name": "x"}, "date": "d", "versions": {}, "commit": "c"}
         row |= {"predictions": predictions(-1.0, 3, [1, 2]), "decode_ms": {"1": [2.0, 1.0, 3.0]}, "prefill_tokens_s": [5, 7, 6]}
         row |= {"weights_s": 1.0, "weights_gib": 2.0, "weights_peak_gib": 3.0}
         (tmp_path / f"{backend}.json").write_text(json.dumps(row))
-    command = [sys.executable, TOOLS / "compare.py", tmp_path / "emulation.json", tmp_path / "chord.json", "--out", tmp_path / "all.json"]
+    command = [sys.executable, TOOLS / "compare.py", *(tmp_path / f"{name}.json" for name in ("emulation", "chord", "marlin"))]
+    command += ["--out", tmp_path / "all.json"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "| chord | 2.000 | 6 |" in printed
     written = json.loads((tmp_path / "all.json").read_text())

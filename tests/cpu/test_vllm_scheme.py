@@ -28,6 +28,7 @@ KIMI = LayerFacts(
     bias=False,
     lora=False,
     expert_balancing=False,
+    weight_on_input=False,
     backend="auto",
     batched=False,
     experts=384,

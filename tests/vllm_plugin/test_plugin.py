@@ -108,10 +108,12 @@ def test_processes_can_send_each_other_the_config() -> None:
 
 def test_off_registers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHORD_VLLM", "off")
-    monkeypatch.setattr(plugin, "_registered", set())
+    called = []
+    monkeypatch.setattr(plugin, "_register", lambda: called.append(True))
     before = get_quantization_config("compressed-tensors")
     plugin.register()
     assert get_quantization_config("compressed-tensors") is before
+    assert not called
 
 
 def test_a_broken_setting_does_not_raise(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -254,6 +256,13 @@ def test_other_layers_are_left_to_vllm(weights: dict, changes: dict, reason: str
         assert plugin.method_for(real_config(**weights), FakeRoutedExperts(config(**changes)), "model.layers.1") is None
         assert plugin.method_for(real_config(**weights), FakeRoutedExperts(config(**changes)), "model.layers.2") is None
     assert caplog.text.count("left to vLLM") == 1
+
+
+def test_weights_on_the_input_are_left_to_vllm() -> None:
+    layer = FakeRoutedExperts(config())
+    layer.apply_router_weight_on_input = True
+    facts = plugin._facts(real_config(), layer, "model.layers.1.mlp.experts")
+    assert "weight on input is True" in str(why_not_layer(replace(facts, arch="sm_90a")))
 
 
 def test_a_surprise_falls_through(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from ..formats import W4A16
 from ..plan import EPILOGUES, NEVER_RUN, Problem, why_not
 
+_ANY_SM_COUNT = 132  # no rule asks for it
 ACTORDER = (None, "static", "weight")  # orders that leave columns where they are
 
 
@@ -29,13 +30,13 @@ class LayerFacts:
     bias: bool
     lora: bool
     expert_balancing: bool
+    weight_on_input: bool  # routing weights multiply what goes into an expert
     backend: str
     batched: bool
     experts: int
     hidden: int
     intermediate: int
     arch: str | None
-    sm_count: int = 132
 
 
 _WANTED = {
@@ -52,6 +53,7 @@ _WANTED = {
     "bias": False,
     "lora": False,
     "expert_balancing": False,
+    "weight_on_input": False,
 }
 assert set(_WANTED) <= {field.name for field in fields(LayerFacts)}
 
@@ -73,7 +75,7 @@ def why_not_layer(facts: LayerFacts, *, force: bool = False) -> str | None:
     contract = "masked" if facts.batched else "indexed"
     swiglu, store = EPILOGUES[1], EPILOGUES[0]
     for epilogue, paired, n, k in ((swiglu, True, 2 * facts.intermediate, facts.hidden), (store, False, facts.hidden, facts.intermediate)):
-        if reason := why_not(Problem(facts.arch, facts.sm_count, contract, epilogue, paired, facts.experts, n, k, rows=1)):
+        if reason := why_not(Problem(facts.arch, _ANY_SM_COUNT, contract, epilogue, paired, facts.experts, n, k, rows=1)):
             return reason
     if facts.arch in NEVER_RUN and not force:
         return f"{facts.arch}: kernels are compiled, never run; CHORD_VLLM=force takes them"

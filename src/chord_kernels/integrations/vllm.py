@@ -21,7 +21,6 @@ _CLAMPS = ("swiglu_limit", "swiglu_alpha", "swiglu_beta", "activation_situ_beta"
 
 _logger = logging.getLogger("vllm.chord_kernels")  # under vLLM's own handler
 _said: set[str] = set()
-_registered: set[str] = set()
 
 
 def say(text: str, *, first: str | None = None) -> None:
@@ -36,19 +35,20 @@ def register() -> None:
     try:
         if settings.vllm_mode() == "off":
             say("off (CHORD_VLLM=off)")
-        elif not _registered:
+        else:
             _register()
-            _registered.add("compressed-tensors")
     except Exception:  # a plugin must not take the server with it
         _logger.exception("chord_kernels: not active")
 
 
 def _register() -> None:
     import vllm
-    from vllm.model_executor.layers.quantization import register_quantization_config
+    from vllm.model_executor.layers.quantization import get_quantization_config, register_quantization_config
 
     from .vllm_config import ChordCompressedTensorsConfig
 
+    if issubclass(get_quantization_config("compressed-tensors"), ChordCompressedTensorsConfig):
+        return  # this one, or another plugin's on top of it
     if not vllm.__version__.startswith(TESTED):
         say(f"vLLM {vllm.__version__} was not tested (tested: {', '.join(version + 'x' for version in TESTED)})")
     register_quantization_config("compressed-tensors")(ChordCompressedTensorsConfig)
@@ -119,6 +119,7 @@ def _facts(config: Any, layer: Any, prefix: str) -> LayerFacts | None:
         bias=bool(moe.has_bias),
         lora=bool(moe.is_lora_enabled),
         expert_balancing=bool(moe.moe_parallel_config.enable_eplb),
+        weight_on_input=bool(layer.apply_router_weight_on_input),
         backend=text(moe.moe_backend),
         batched=bool(moe.moe_parallel_config.use_batched_activation_format),
         experts=moe.num_local_experts,
