@@ -132,6 +132,7 @@ __device__ __forceinline__ void warp_gate_up(const DecodeOperands& operands, con
   auto& storage = *reinterpret_cast<Storage*>(shared_memory);
   const int lane = warp_lane(), warp = __shfl_sync(kFullMask, threadIdx.x / kWarpLanes, 0);
 
+  routing.prefetch(threadIdx.x, Config::kThreads);
   storage.common.groups.begin(routing);
   grid_dependency_wait();  // ids and x
   grid_launch_dependents();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Which expert a slot of a token is sent to, from the router's own tables.
 #pragma once
-#include "chord/arch/types.cuh"
+#include "chord/arch/copy.cuh"
 
 namespace chord {
 
@@ -14,6 +14,13 @@ struct TokenRouting {
   int32_t experts;   // local
   int32_t map_size;  // ids below this are known
 
+  // Asks for the tables to be in L2; may come before what writes them is done, and changes nothing that the program can see.
+  __device__ __forceinline__ void prefetch(int thread, int threads) const {
+    constexpr int kLine = 128 / sizeof(int32_t);
+    for (int entry = thread * kLine; entry < tokens * top_k; entry += threads * kLine) prefetch_line(ids + entry), prefetch_line(weights + entry);
+    if (expert_map)
+      for (int entry = thread * kLine; entry < map_size; entry += threads * kLine) prefetch_line(expert_map + entry);
+  }
   // -1: none here.
   __device__ __forceinline__ int expert(int64_t slot) const {
     const int id = ids[slot];
