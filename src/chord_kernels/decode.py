@@ -104,7 +104,7 @@ def _warp_decode_cuda(
     form = FORMATS[format_name]
     tokens, top_k = ids.shape
     experts, intermediate = down.shape[0], down.shape[2] * form.tile_k
-    hidden = x.new_empty((tokens * top_k, intermediate))  # of the pairs (token, expert), experts in order
+    hidden = x.new_empty((tokens * top_k, intermediate))  # of the pairs (token, expert)
     index = x.device.index
     with torch.cuda.device(index):
         stream = torch.cuda.current_stream(index).cuda_stream

@@ -286,7 +286,7 @@ class WarpDecodePlan:
     def _needed_bytes(self) -> int:
         warps = self.threads // 32
         ring = warps * self.stages * self.stage_bytes
-        groups = self.experts * (8 + 2) + self.most_pairs * (2 + 16) + (warps + 32 + 1) * 4
+        groups = self.experts * (8 + 2) + self.most_pairs * (2 + 16) + (warps + 1) * 4
         sums = 2 * warps * self.blocks * 512 if self.product == "gate_up" else self.most_pairs * 4 * (1 + self.blocks * 16)
         return _align(ring + _align(groups, 128) + sums, 128)
 

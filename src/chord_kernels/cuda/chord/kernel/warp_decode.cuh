@@ -89,11 +89,14 @@ struct DecodeStream {
   }
 };
 
-// Units [first, last) of `total` that CTA `cta` of `ctas` has.
+// Units [first, last) of `total` that CTA `cta` of `ctas` has; the first CTAs have those that cannot be dealt out evenly.
 struct DecodeUnits {
   int first, last;
-  __device__ __forceinline__ DecodeUnits(int64_t total, int cta, int ctas)
-      : first(static_cast<int>(total * cta / ctas)), last(static_cast<int>(total * (cta + 1) / ctas)) {}
+  __device__ __forceinline__ DecodeUnits(uint32_t total, uint32_t cta, uint32_t ctas) {
+    const uint32_t each = total / ctas, rest = total - each * ctas;
+    first = static_cast<int>(each * cta + min(cta, rest));
+    last = first + static_cast<int>(each + (cta < rest));
+  }
 };
 
 // Units of a CTA, kBlocks blocks each, counted through the groups.
@@ -106,7 +109,7 @@ struct GateUpTasks {
 
   __device__ __forceinline__ GateUpTasks(const DecodeGroups<Config>& g, int all_rows) : groups(g), rows(all_rows) {
     const int units = rows / Config::kBlocks;
-    const DecodeUnits mine(int64_t{groups.count} * units, blockIdx.x, gridDim.x);
+    const DecodeUnits mine(groups.count * units, blockIdx.x, gridDim.x);
     left = mine.last - mine.first;
     index = mine.first / units, row = mine.first % units * Config::kBlocks;
   }
@@ -241,8 +244,10 @@ __device__ __forceinline__ void warp_down(const DecodeOperands& operands, const 
     for (int i = threadIdx.x; i < routing.tokens * (kUnitRows / 2); i += Config::kThreads) {
       const int token = i / (kUnitRows / 2), row = i % (kUnitRows / 2) * 2;
       float total[2] = {};
-      for (int slot = token * routing.top_k; slot < (token + 1) * routing.top_k; ++slot) {
-        const int pair = storage.common.groups.pair_of[slot];
+#pragma unroll
+      for (int choice = 0; choice < Config::kMostPairs / Config::kBatch; ++choice) {
+        const int slot = token * routing.top_k + choice;
+        const int pair = choice < routing.top_k ? storage.common.groups.pair_of[slot] : -1;
         if (pair < 0) continue;
 #pragma unroll
         for (int j = 0; j < 2; ++j) total[j] = fmaf(storage.weights[slot], storage.products[pair][row + j], total[j]);

@@ -2,7 +2,7 @@
 // From router ids to work for warp decode: every CTA finds the same groups, each an expert and up to kTokens of the tokens that chose
 // it, without a sort, a padding or a kernel of its own.
 //
-// Pairs (token, expert) have dense numbers: experts in order, their tokens in order. A token that names an expert twice is one pair.
+// Pairs (token, expert) have dense numbers, those of a group in the order of its tokens. A token that names an expert twice is one pair.
 #pragma once
 #include "chord/arch/barrier.cuh"
 #include "chord/arch/grid.cuh"
@@ -28,13 +28,11 @@ struct DecodeGroups {
   int16_t pair_of[kPairs];  // of a slot; -1: none
   DecodeGroup<Config::kTokens> groups[kPairs];
   int32_t totals[Config::kThreads / kWarpLanes];
-  uint32_t chosen[kWarpLanes];  // experts that have tokens, a bit each
   int32_t count;
 
   // All threads of the CTA call begin(), which reads nothing that an earlier kernel wrote, and find().
   __device__ __forceinline__ void begin(const TokenRouting& routing) {
     for (int expert = threadIdx.x; expert < routing.experts; expert += Config::kThreads) tokens_of[expert] = 0;
-    if (threadIdx.x < kWarpLanes) chosen[threadIdx.x] = 0;
     __syncthreads();
   }
 
@@ -48,32 +46,27 @@ struct DecodeGroups {
   }
 
  private:
-  // Few slots, one a lane, and no expert with more than one group. Lanes of one expert, or of one pair, write the same.
+  // Few slots, one a lane, and no expert with more than one group. Groups are in the order of their first slots.
   __device__ __forceinline__ void find_by_warp(const TokenRouting& routing, int lane) {
-    static_assert(Config::kMostExperts <= kWarpLanes * kWarpLanes);
     const bool used = lane < routing.tokens * routing.top_k;
     const int expert = used ? routing.expert(lane) : -1, token = lane / routing.top_k;
+    const uint32_t before = (1u << lane) - 1, of_earlier_tokens = (1u << token * routing.top_k) - 1;
+    const uint32_t same = __match_any_sync(kFullMask, expert);  // slots of this expert
+    const uint32_t pairs = same & __ballot_sync(kFullMask, expert >= 0 && !(same & before & ~of_earlier_tokens));  // the first slot of each
+    const bool leads = expert >= 0 && !(same & before);
+    const uint32_t leaders = __ballot_sync(kFullMask, leads);
+    const int own = leads ? __popc(pairs) : 0, through = sum_through(own, lane), leader = __ffs(same) - 1;
+    const int first_pair = __shfl_sync(kFullMask, through - own, leader);
+    const int position = __popc(pairs & of_earlier_tokens);
     if (expert >= 0) {
-      atomicOr(reinterpret_cast<uint32_t*>(&tokens_of[expert]), 1u << token);
-      atomicOr(&chosen[expert / kWarpLanes], 1u << expert % kWarpLanes);
+      auto& group = groups[__popc(leaders & ((1u << leader) - 1))];
+      group.tokens[position] = static_cast<uint8_t>(token);
+      group.expert = static_cast<int16_t>(expert);
+      group.first_pair = static_cast<int16_t>(first_pair);
+      group.count = __popc(pairs);
     }
-    __syncwarp();
-    const int mine = __popc(chosen[lane]), through = sum_through(mine, lane);  // experts of 32, and of all up to these
-    const int known = max(expert, 0);
-    const int index = __shfl_sync(kFullMask, through - mine, known / kWarpLanes) + __popc(chosen[known / kWarpLanes] & ((1u << known % kWarpLanes) - 1));
-    const uint32_t tokens = static_cast<uint32_t>(tokens_of[known]);
-    const int position = __popc(tokens & ((1u << token) - 1));
-    if (expert >= 0) {
-      groups[index].tokens[position] = static_cast<uint8_t>(token);
-      groups[index].expert = static_cast<int16_t>(expert);
-      groups[index].count = __popc(tokens);
-    }
-    if (lane == kWarpLanes - 1) count = through;
-    __syncwarp();
-    const int pairs = lane < count ? groups[lane].count : 0, first_pair = sum_through(pairs, lane) - pairs;
-    if (lane < count) groups[lane].first_pair = static_cast<int16_t>(first_pair);
-    const int pair = __shfl_sync(kFullMask, first_pair, index) + position;
-    if (used) pair_of[lane] = static_cast<int16_t>(expert < 0 ? -1 : pair);
+    if (lane == 0) count = __popc(leaders);
+    if (used) pair_of[lane] = static_cast<int16_t>(expert < 0 ? -1 : first_pair + position);
   }
 
   __device__ __forceinline__ void find_by_all(const TokenRouting& routing) {
