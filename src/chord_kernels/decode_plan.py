@@ -10,7 +10,6 @@ from .kernels import (
     ARCHITECTURES,
     BLOCK_BYTES,
     CTA_SMEM,
-    LEAST_DECODE_STAGES,
     MOST_EXPERTS,
     MOST_TOP_K,
     SMEM_OF_SM,
@@ -108,14 +107,14 @@ def _alone(
         experts=max(64, 1 << (experts - 1).bit_length()),
         blocks=blocks,
         k_tiles=k_tiles,
-        stages=LEAST_DECODE_STAGES,
+        stages=3,
         tokens=max(2, min(batch, 8 if batch > 16 else 4)),
         beside=False,
     )
     narrower = (replace(widest, blocks=blocks >> shift) for shift in range(blocks.bit_length()))
     plan = next(plan for plan in narrower if plan.why_illegal() is None)
-    copied = plan.threads // 32 * plan.weight_bytes
-    for stages in range(1 + -(-_IN_FLIGHT // copied), LEAST_DECODE_STAGES, -1):
+    copied = plan.warps * plan.weight_bytes
+    for stages in range(1 + -(-_IN_FLIGHT // copied), 2, -1):
         if (longer := replace(plan, stages=stages)).why_illegal() is None:
             return longer
     return plan

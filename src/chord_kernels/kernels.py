@@ -28,7 +28,7 @@ BLOCK_BYTES = {"w4a16": 576, "mxfp8": 1056}  # of 16 x 64 packed weights
 MOST_TOP_K = 16  # of warp decode
 MOST_EXPERTS = 1024
 MOST_ALIGNED_EXPERTS = 8192  # counts of so many fit the shared memory that needs no asking for
-LEAST_DECODE_STAGES = 3
+LEAST_DECODE_STAGES = 2
 LEAST_PRODUCER_REGISTERS = 56
 
 
@@ -252,11 +252,15 @@ class WarpDecodePlan:
     stages: int  # of a warp's ring
     tokens: int  # of a group, at most: the columns of an mma.sync
     beside: bool  # its CTAs fit an SM beside those of the other product
+    warps: int = 8
 
     ctas: ClassVar[int] = 1  # an SM
     draws: ClassVar[bool] = False
     header: ClassVar[str] = "chord/kernel/warp_decode.cuh"
-    threads: ClassVar[int] = 256
+
+    @property
+    def threads(self) -> int:
+        return self.warps * 32
 
     @property
     def function(self) -> str:
@@ -284,17 +288,16 @@ class WarpDecodePlan:
 
     @property
     def _needed_bytes(self) -> int:
-        warps = self.threads // 32
-        ring = warps * self.stages * self.stage_bytes
-        groups = self.experts * (8 + 2) + self.most_pairs * (2 + 16) + (warps + 1) * 4
-        sums = 2 * warps * self.blocks * 512 if self.product == "gate_up" else self.most_pairs * 4 * (1 + self.blocks * 16)
+        ring = self.warps * self.stages * self.stage_bytes
+        groups = self.experts * (8 + 4) + self.most_pairs * (2 + 16) + (self.warps + 1) * 4
+        sums = 2 * self.warps * self.blocks * 512 if self.product == "gate_up" else self.most_pairs * 4 * (1 + self.blocks * 16)
         return _align(ring + _align(groups, 128) + sums, 128)
 
     @property
     def name(self) -> str:
         return (
             f"warp_{self.product}_{self.format}_b{self.batch}x{self.top_k}_e{self.experts}_m{self.blocks}_k{self.k_tiles * TILE_K}"
-            f"_s{self.stages}_n{self.tokens}{'_beside' if self.beside else ''}_{self.arch}"
+            f"_s{self.stages}_w{self.warps}_n{self.tokens}{'_beside' if self.beside else ''}_{self.arch}"
         )
 
     def constants(self) -> dict[str, int]:
@@ -308,7 +311,7 @@ class WarpDecodePlan:
             "kKTiles": self.k_tiles,
             "kStages": self.stages,
             "kThreads": self.threads,
-            "kCtas": 2 if self.product == "gate_up" or self.beside else 1,  # of registers: both products fit an SM
+            "kCtas": 2 if self.warps == 8 and (self.product == "gate_up" or self.beside) else 1,  # of registers: both products fit an SM
             "kSmemBytes": self.smem_bytes,
         }
 

@@ -24,7 +24,7 @@ template <class Config>
 struct DecodeGroups {
   static constexpr int kPairs = Config::kMostPairs;
   uint64_t tokens_of[Config::kMostExperts];  // a bit each, up to 64
-  int16_t first_pair_of[Config::kMostExperts];
+  int32_t first_of[Config::kMostExperts];  // pair in the low half, group in the high half
   int16_t pair_of[kPairs];  // of a slot; -1: none
   DecodeGroup<Config::kTokens> groups[kPairs];
   int32_t totals[Config::kThreads / kWarpLanes];
@@ -69,16 +69,24 @@ struct DecodeGroups {
     if (used) pair_of[lane] = static_cast<int16_t>(expert < 0 ? -1 : first_pair + position);
   }
 
+  // A thread has a share of the slots and one of the experts.
   __device__ __forceinline__ void find_by_all(const TokenRouting& routing) {
+    constexpr int kShare = (kPairs + Config::kThreads - 1) / Config::kThreads;
     const int thread = threadIdx.x, slots = routing.tokens * routing.top_k;
-    const int share = (routing.experts + Config::kThreads - 1) / Config::kThreads;  // experts a thread
-    const int first = min(thread * share, routing.experts), last = min(first + share, routing.experts);
-    for (int slot = thread; slot < slots; slot += Config::kThreads) {
-      const int expert = routing.expert(slot), token = slot / routing.top_k;
-      if (expert >= 0) atomicOr(reinterpret_cast<uint32_t*>(&tokens_of[expert]) + token / 32, 1u << token % 32);
-      pair_of[slot] = static_cast<int16_t>(expert);
+    int expert_of[kShare];
+#pragma unroll
+    for (int i = 0; i < kShare; ++i) {
+      const int slot = thread + i * Config::kThreads;
+      expert_of[i] = slot < slots ? routing.expert(slot) : -1;
+    }
+#pragma unroll
+    for (int i = 0; i < kShare; ++i) {
+      const int token = (thread + i * Config::kThreads) / routing.top_k;
+      if (expert_of[i] >= 0) atomicOr(reinterpret_cast<uint32_t*>(&tokens_of[expert_of[i]]) + token / 32, 1u << token % 32);
     }
     __syncthreads();
+    const int share = (routing.experts + Config::kThreads - 1) / Config::kThreads;
+    const int first = min(thread * share, routing.experts), last = min(first + share, routing.experts);
     int own = 0;  // pairs in the low half, groups in the high half
     for (int expert = first; expert < last; ++expert) own += load(expert);
     int before = sum_through(own, warp_lane());
@@ -89,15 +97,12 @@ struct DecodeGroups {
     for (int warp = 0; warp < Config::kThreads / kWarpLanes; ++warp)
       if (warp < thread / kWarpLanes) before += totals[warp];
     if (thread == Config::kThreads - 1) count = (before + own) >> 16;
-    for (int expert = first; expert < last; ++expert) {
-      first_pair_of[expert] = static_cast<int16_t>(before & 0xFFFF);
-      list(expert, before & 0xFFFF, before >> 16);
-      before += load(expert);
-    }
+    for (int expert = first; expert < last; ++expert) first_of[expert] = before, before += load(expert);
     __syncthreads();
-    for (int slot = thread; slot < slots; slot += Config::kThreads) {
-      const int expert = pair_of[slot], token = slot / routing.top_k;
-      if (expert >= 0) pair_of[slot] = static_cast<int16_t>(first_pair_of[expert] + __popcll(tokens_of[expert] & ((uint64_t{1} << token) - 1)));
+#pragma unroll
+    for (int i = 0; i < kShare; ++i) {
+      const int slot = thread + i * Config::kThreads, token = slot / routing.top_k, expert = expert_of[i];
+      if (slot < slots) pair_of[slot] = static_cast<int16_t>(expert < 0 ? -1 : add(expert, token));
     }
     __syncthreads();
   }
@@ -106,15 +111,19 @@ struct DecodeGroups {
     const int pairs = __popcll(tokens_of[expert]);
     return pairs | (pairs + Config::kTokens - 1) / Config::kTokens << 16;
   }
-  __device__ __forceinline__ void list(int expert, int pair, int group) {
-    int position = 0;
-    for (uint64_t left = tokens_of[expert]; left; left &= left - 1, ++position) {
-      DecodeGroup<Config::kTokens>& into = groups[group + position / Config::kTokens];
-      into.tokens[position % Config::kTokens] = static_cast<uint8_t>(__ffsll(left) - 1);
-      into.expert = static_cast<int16_t>(expert);
-      into.first_pair = static_cast<int16_t>(pair + position / Config::kTokens * Config::kTokens);
-      into.count = position % Config::kTokens + 1;
+  // Tells the group of a pair of it; returns the pair's number.
+  __device__ __forceinline__ int add(int expert, int token) {
+    const uint64_t tokens = tokens_of[expert];
+    const int position = __popcll(tokens & ((uint64_t{1} << token) - 1)), start = position / Config::kTokens * Config::kTokens;
+    const int first_pair = first_of[expert] & 0xFFFF;
+    DecodeGroup<Config::kTokens>& group = groups[(first_of[expert] >> 16) + position / Config::kTokens];
+    group.tokens[position - start] = static_cast<uint8_t>(token);
+    if (position == start) {
+      group.expert = static_cast<int16_t>(expert);
+      group.first_pair = static_cast<int16_t>(first_pair + start);
+      group.count = min(__popcll(tokens) - start, Config::kTokens);
     }
+    return first_pair + position;
   }
 };
 
