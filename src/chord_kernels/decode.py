@@ -105,7 +105,7 @@ def _warp_decode_cuda(
     tokens, top_k = ids.shape
     experts, intermediate = down.shape[0], down.shape[2] * form.tile_k
     hidden = x.new_empty((tokens * top_k, intermediate))  # of the pairs (token, expert)
-    index = x.device.index
+    index, capturing = x.device.index, torch.cuda.is_current_stream_capturing
     with torch.cuda.device(index):
         stream = torch.cuda.current_stream(index).cuda_stream
         routing = (ids.data_ptr(), 0 if expert_map is None else expert_map.data_ptr(), weights.data_ptr())
@@ -115,10 +115,10 @@ def _warp_decode_cuda(
         down_shape = (down.shape[1] * form.tile_rows // 16, down.shape[2])  # 16-row blocks, k-tiles
         down_grid = min(sm_count, down_shape[0] // second.blocks)
         for plan, source, weight, target, grid in ((first, x, gate_up, hidden, sm_count), (second, hidden, down, out, down_grid)):
-            addresses = (source.data_ptr(), weight.data_ptr(), target.data_ptr(), *routing)
+            kernel = load(plan, index, capturing=capturing)
+            operands = (source.data_ptr(), weight.data_ptr(), target.data_ptr(), kernel.counter(stream, capturing))
             shape = (weight.shape[1] * form.tile_rows // 16, weight.shape[2])
-            kernel = load(plan, index, capturing=torch.cuda.is_current_stream_capturing)
-            kernel.launch(stream, grid, addresses + shape + counts, dependent=True)
+            kernel.launch(stream, grid, (*operands, *routing, *shape, *counts), dependent=True)
 
 
 def _warp_decode_cpu(

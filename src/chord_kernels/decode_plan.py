@@ -4,15 +4,15 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 
 from .kernels import (
     ARCHITECTURES,
     BLOCK_BYTES,
-    CTA_SMEM,
+    LEAST_DECODE_STAGES,
     MOST_EXPERTS,
     MOST_TOP_K,
-    SMEM_OF_SM,
     TILE_ARCHITECTURES,
     TILE_K,
     TILE_ROWS,
@@ -22,7 +22,9 @@ from .kernels import (
 WARP_DECODE_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 WARP_DECODE_PRODUCTS = ("gate_up", "down")
 WARP_DECODE_ROWS_PER_EXPERT = 6.0  # of INT4; beyond, a group is read again for every four or eight of an expert's tokens
-_IN_FLIGHT = 36 << 10  # bytes of weights an SM; with more, copies hold up the loads from shared memory that they share a path with
+_IN_FLIGHT = 40 << 10  # bytes of weights an SM; with more, copies hold up the loads from shared memory that they share a path with
+_DRAWN_UNITS = 16  # a CTA's of gate/up, from which on they are drawn: levels their ends, and costs a third of a microsecond
+_SHORT_K = 512  # of INT4 down
 
 
 def why_not_warp_decode(arch: str, format_name: str, tokens: int, top_k: int, experts: int, hidden: int, intermediate: int) -> str | None:
@@ -68,36 +70,27 @@ def warp_decode_plan(
 ) -> WarpDecodePlan:
     """The kernel of one product for batches of up to the next of WARP_DECODE_BATCHES tokens.
 
-    A warp has several k-tiles or blocks at once, so that one's loads and products fill the other's waits: INT4 blocks lie four to a tile,
-    and are taken by two where that many tiles would leave SMs idle; MXFP8 ones are two or four in gate/up, where they share its
-    activations, and in down one, which has few rows, or from 16 tokens on two where that leaves no SM idle: its activations are read
-    again for every block or two. One CTA an SM, but where both launches of a layer fit beside each other: down's first weights are then
-    on their way while gate/up ends.
+    A warp has several k-tiles or blocks at once, so that one's loads and products fill the other's waits. INT4 blocks lie four to a tile;
+    gate/up takes them by two where that many tiles would leave SMs idle. MXFP8 ones are two in gate/up, or four beyond 16 tokens, where
+    they share its activations, and in down, which has few rows, one, or two where that leaves no SM idle. Where a group's part of down is
+    no more than a stage or two, 16 warps take twice as many groups at once.
     """
-    layer = (format_name, arch, sm_count, tokens, top_k, experts, hidden, intermediate)
-    plan = _alone(product, *layer)
-    if product == "gate_up":
-        return plan
-    beside, gate_up = replace(plan, beside=True), _alone("gate_up", *layer)
-    return beside if beside.smem_bytes + gate_up.smem_bytes + 2 * CTA_SMEM <= SMEM_OF_SM else plan
-
-
-def _alone(
-    product: str, format_name: str, arch: str, sm_count: int, tokens: int, top_k: int, experts: int, hidden: int, intermediate: int
-) -> WarpDecodePlan:
     batch = next(b for b in WARP_DECODE_BATCHES if tokens <= b)
     slots = 8 if top_k <= 8 else MOST_TOP_K
+    k = hidden if product == "gate_up" else intermediate
+    warps = 8
     if format_name == "w4a16":
+        warps, k_tiles = (16, 1) if intermediate <= _SHORT_K else (8, 2)
         few = batch * slots * 2 * intermediate // TILE_ROWS <= sm_count // 2
-        blocks, k_tiles = 2 if few else 4, 2
+        blocks = 2 if few and product == "gate_up" else 4
     elif product == "gate_up":
-        blocks, k_tiles = (2, 2) if batch <= 8 else (4, 1)
-    elif batch > 8 and 5 * (hidden // 32) >= 4 * sm_count:
-        blocks, k_tiles = 2, 1
+        blocks, k_tiles = (2, 4) if batch <= 16 else (4, 2)
     else:
-        blocks, k_tiles = 1, 4 if batch in (4, 8) else 2
-    while (hidden if product == "gate_up" else intermediate) // TILE_K % k_tiles:
+        blocks, k_tiles = (2, 2) if batch > 16 and 5 * (hidden // 32) >= 4 * sm_count else (1, 4)
+    sharing = warps if product == "gate_up" else 1  # warps that share K
+    while k_tiles > 1 and (k // TILE_K % k_tiles or k // TILE_K < k_tiles * sharing):
         k_tiles //= 2
+    units = min(experts, batch * slots) * (intermediate // 8 // blocks)
     widest = WarpDecodePlan(
         arch=arch,
         product=product,
@@ -107,17 +100,24 @@ def _alone(
         experts=max(64, 1 << (experts - 1).bit_length()),
         blocks=blocks,
         k_tiles=k_tiles,
-        stages=3,
+        stages=LEAST_DECODE_STAGES,
         tokens=max(2, min(batch, 8 if batch > 16 else 4)),
-        beside=False,
+        warps=warps,
+        draws=product == "gate_up" and units >= _DRAWN_UNITS * sm_count,
     )
-    narrower = (replace(widest, blocks=blocks >> shift) for shift in range(blocks.bit_length()))
-    plan = next(plan for plan in narrower if plan.why_illegal() is None)
-    copied = plan.warps * plan.weight_bytes
-    for stages in range(1 + -(-_IN_FLIGHT // copied), 2, -1):
+    plan = next(plan for plan in _narrower(widest) if plan.why_illegal() is None)
+    for stages in range(1 + -(-_IN_FLIGHT // (plan.warps * plan.weight_bytes)), LEAST_DECODE_STAGES, -1):
         if (longer := replace(plan, stages=stages)).why_illegal() is None:
             return longer
     return plan
+
+
+def _narrower(plan: WarpDecodePlan) -> Iterator[WarpDecodePlan]:
+    """With less and less of the weights at once."""
+    yield plan
+    while plan.blocks * plan.k_tiles > 1:
+        plan = replace(plan, blocks=plan.blocks // 2) if plan.blocks > 1 else replace(plan, k_tiles=plan.k_tiles // 2)
+        yield plan
 
 
 def warp_decode_buckets(
@@ -158,13 +158,15 @@ def explain_warp_decode(plan: WarpDecodePlan, *, tokens: int, top_k: int, expert
     ]
     at_once = f"{plan.blocks} blocks of 16 weight rows x {plan.k_tiles * TILE_K} k at once, {plan.stages} stages of its own"
     if plan.product == "gate_up":
-        lines.append(f"a unit is {plan.blocks * 16} paired rows of a group, whose K the 8 warps of a CTA share; a warp has {at_once}")
+        lines.append(
+            f"a unit is {plan.blocks * 16} paired rows of a group, whose K the {plan.warps} warps of a CTA share; a warp has {at_once}"
+        )
+        lines.append("units are many: a CTA draws its next from a counter" if plan.draws else "units are few: a CTA has a run of them")
     else:
         lines.append(
-            f"a unit is {plan.blocks * 16} outputs of all tokens; the 8 warps of a CTA take the groups in turn; a warp has {at_once}"
+            f"a unit is {plan.blocks * 16} outputs of all tokens; the {plan.warps} warps of a CTA take the groups in turn; a warp has {at_once}"
         )
-    memory = f"{plan.smem_bytes} bytes of shared memory"
-    lines.append(f"{memory}: fits an SM beside gate_up, and its first weights are on their way while that ends" if plan.beside else memory)
+    lines.append(f"{plan.smem_bytes} bytes of shared memory")
     if plan.arch not in TILE_ARCHITECTURES:
         lines.append(f"{plan.arch}: compiled, never run")
     return lines

@@ -251,11 +251,10 @@ class WarpDecodePlan:
     k_tiles: int  # of a stage
     stages: int  # of a warp's ring
     tokens: int  # of a group, at most: the columns of an mma.sync
-    beside: bool  # its CTAs fit an SM beside those of the other product
-    warps: int = 8
+    warps: int
+    draws: bool  # gate_up's CTAs draw their work from a counter
 
     ctas: ClassVar[int] = 1  # an SM
-    draws: ClassVar[bool] = False
     header: ClassVar[str] = "chord/kernel/warp_decode.cuh"
 
     @property
@@ -282,22 +281,23 @@ class WarpDecodePlan:
 
     @property
     def smem_bytes(self) -> int:
-        """At least what the kernel needs, which it asserts; more than half of an SM's unless it may share one: an SM that is free early
-        must not get two CTAs while others have none."""
-        return self._needed_bytes if self.beside else max(self._needed_bytes, smem_limit(2) + 128)
+        """At least what the kernel needs, which it asserts, and more than half of an SM's: one that is free early must not get two CTAs
+        while others have none."""
+        return max(self._needed_bytes, smem_limit(2) + 128)
 
     @property
     def _needed_bytes(self) -> int:
         ring = self.warps * self.stages * self.stage_bytes
         groups = self.experts * (8 + 4) + self.most_pairs * (2 + 16) + (self.warps + 1) * 4
+        units = _align(8 * (self.stages + 3), 16)
         sums = 2 * self.warps * self.blocks * 512 if self.product == "gate_up" else self.most_pairs * 4 * (1 + self.blocks * 16)
-        return _align(ring + _align(groups, 128) + sums, 128)
+        return _align(ring + _align(groups, 128) + units + sums, 128)
 
     @property
     def name(self) -> str:
         return (
             f"warp_{self.product}_{self.format}_b{self.batch}x{self.top_k}_e{self.experts}_m{self.blocks}_k{self.k_tiles * TILE_K}"
-            f"_s{self.stages}_w{self.warps}_n{self.tokens}{'_beside' if self.beside else ''}_{self.arch}"
+            f"_s{self.stages}_w{self.warps}_n{self.tokens}{'_drawn' if self.draws else ''}_{self.arch}"
         )
 
     def constants(self) -> dict[str, int]:
@@ -311,7 +311,8 @@ class WarpDecodePlan:
             "kKTiles": self.k_tiles,
             "kStages": self.stages,
             "kThreads": self.threads,
-            "kCtas": 2 if self.warps == 8 and (self.product == "gate_up" or self.beside) else 1,  # of registers: both products fit an SM
+            "kDraws": int(self.draws),
+            "kCtas": 16 // self.warps,  # that registers would suffice for: a thread has at most 128
             "kSmemBytes": self.smem_bytes,
         }
 

@@ -51,7 +51,8 @@ def test_plan_explains() -> None:
         assert "gate_up" in output
         assert "rows an expert" in output
         assert ("warp decode" in output) == (arguments == ("--tokens", "20"))
-    assert "fits an SM beside gate_up" in chord("plan", "--shape", "qwen3-30b", "--tokens", "1")
+    assert "a CTA has a run of them" in chord("plan", "--shape", "qwen3-30b", "--tokens", "1")
+    assert "draws its next" in chord("plan", "--shape", "qwen3-30b", "--tokens", "64")
 
 
 def test_plan_as_json_has_every_field() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from support import random_ids, random_weight, write_checkpoint
 
 import chord_kernels as chord
+from chord_kernels.decode_plan import warp_decode_plan
 from chord_kernels.errors import CompileError, FormatError
 from chord_kernels.rows import ContiguousRows, MaskedRows
 
@@ -20,7 +22,7 @@ def test_34_opcheck() -> None:
     routing = chord.align_indexed(random_ids(32, 4, 1, device="cuda"), 4, 16)
     common = (weight.data, False, "store", "auto", False)
     out = torch.empty((32, 128), dtype=torch.bfloat16, device="cuda")
-    indexed = (x, *common, routing.sorted_ids, routing.expert_ids, routing.num_tokens_padded, 1, 16, out)
+    indexed = (x, *common, routing.sorted_ids, routing.expert_ids, routing.num_tokens_padded, 1, 16, 32, out)
     torch.library.opcheck(torch.ops.chord_kernels.w4a16_indexed.default, indexed)
     m_indices = torch.arange(32, dtype=torch.int32, device="cuda") // 32
     torch.library.opcheck(torch.ops.chord_kernels.w4a16_contiguous.default, (x, *common, m_indices, 128, out))
@@ -79,25 +81,40 @@ def test_capture_and_replay(contract: str) -> None:
 
 
 class _Drawn:
-    """A product of far more strips than there are SMs, whose CTAs draw most of their work. Every call fills `out` anew and compares it on
-    its own stream, so that a launch that took another's work is seen even if a later one is right."""
+    """Far more units of work than there are SMs, so that CTAs draw most of theirs. Every call fills `out` anew and compares it on its own
+    stream, so that a launch that took another's work is seen even if a later one is right."""
 
-    def __init__(self, seed: int) -> None:
-        self.weight = random_weight(16, 4096, 512, device="cuda", seed=seed)
-        self.x = torch.randn((16 * 24, 512), device="cuda").to(torch.bfloat16)
-        self.routing = chord.align_indexed(random_ids(16 * 24, 16, 1, device="cuda", seed=seed), 16, 32)
-        self.out = torch.empty((16 * 24, 4096), dtype=torch.bfloat16, device="cuda")
-        self.right = chord.indexed(self.x, self.weight, self.routing)
+    def __init__(self, kind: str, seed: int) -> None:
+        self.compute = self._product(seed) if kind == "indexed" else self._layer(seed)
+        self.right = self.compute(None)
+        self.out = torch.empty_like(self.right)
         self.wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+
+    def _product(self, seed: int) -> Callable[[torch.Tensor | None], torch.Tensor]:
+        weight = random_weight(16, 4096, 512, device="cuda", seed=seed)
+        x = torch.randn((16 * 24, 512), device="cuda").to(torch.bfloat16)
+        routing = chord.align_indexed(random_ids(16 * 24, 16, 1, device="cuda", seed=seed), 16, 32)
+        return lambda out: chord.indexed(x, weight, routing, out=out)
+
+    def _layer(self, seed: int) -> Callable[[torch.Tensor | None], torch.Tensor]:
+        pair = random_weight(64, 3072, 256, paired=True, device="cuda", seed=seed), random_weight(64, 256, 1536, device="cuda", seed=seed)
+        x, ids = torch.randn((64, 256), device="cuda").to(torch.bfloat16), random_ids(64, 64, 8, device="cuda", seed=seed)
+        sizes = {"tokens": 64, "top_k": 8, "experts": 64, "hidden": 256, "intermediate": 1536}
+        assert warp_decode_plan("gate_up", "w4a16", arch="sm_90a", sm_count=132, **sizes).draws
+        return lambda out: chord.warp_decode(x, *pair, ids, torch.ones((64, 8), device="cuda"), out=out)
 
     def call(self) -> None:
         self.out.fill_(float("nan"))
-        chord.indexed(self.x, self.weight, self.routing, out=self.out)
+        self.compute(self.out)
         self.wrong += (self.out != self.right).sum()
 
 
-def test_launches_on_several_streams_draw_apart() -> None:
-    cases = [_Drawn(seed) for seed in range(3)]
+KINDS = pytest.mark.parametrize("kind", ["indexed", "warp_decode"])
+
+
+@KINDS
+def test_launches_on_several_streams_draw_apart(kind: str) -> None:
+    cases = [_Drawn(kind, seed) for seed in range(3)]
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in cases]
     for _ in range(20):
@@ -108,9 +125,10 @@ def test_launches_on_several_streams_draw_apart() -> None:
     assert [int(case.wrong) for case in cases] == [0, 0, 0]
 
 
-def test_graphs_of_one_stream_draw_apart_on_others() -> None:
+@KINDS
+def test_graphs_of_one_stream_draw_apart_on_others(kind: str) -> None:
     """Captured on the same stream, replayed side by side, and beside a call outside any graph."""
-    cases = [_Drawn(seed) for seed in range(3)]
+    cases = [_Drawn(kind, seed) for seed in range(3)]
     graphs = []
     for case in cases[:2]:
         case.call()

@@ -11,6 +11,7 @@ from torch import Tensor
 import chord_kernels as chord
 from chord_kernels import reference
 from chord_kernels.bench.warp_decode import random_mxfp8
+from chord_kernels.decode_plan import warp_decode_plan
 from chord_kernels.formats import MXFP8
 from chord_kernels.weights import PackedWeight
 
@@ -131,6 +132,19 @@ def test_graph_replays_follow_their_inputs(format_name: str, tokens: int) -> Non
         out.fill_(float("nan"))
         graph.replay()
         assert reference.relative_error(out, truth(x, pair, ids, weights)) < 2.5e-3
+
+
+def test_any_number_of_units_where_they_are_drawn() -> None:
+    """As many as SMs and fewer, and none: the counter that they are drawn from is 0 for the next launch."""
+    pair = layer("mxfp8", 128, 1024, 768)
+    x, weights = tokens_of(64, 1024), torch.rand((64, 8), device="cuda")
+    every = random_ids(64, 128, 8, device="cuda")
+    assert warp_decode_plan(
+        "gate_up", "mxfp8", arch="sm_90a", sm_count=132, tokens=64, top_k=8, experts=128, hidden=1024, intermediate=768
+    ).draws
+    for slots in (512, 0, 1, 9, 512, 20, 64, 512):
+        ids = torch.where(torch.arange(512, device="cuda").view(64, 8) < slots, every, -1)
+        assert reference.relative_error(compute(x, pair, ids, weights), truth(x, pair, ids, weights)) < 2.3e-3 or not slots
 
 
 def test_other_types_of_ids_and_weights() -> None:

@@ -38,6 +38,7 @@ _WARP_DECODE: tuple[Argument, ...] = (
     ("activations", "const chord::uint8_t* __restrict__", int),
     ("weights", "const chord::uint8_t* __restrict__", int),
     ("outputs", "chord::uint8_t* __restrict__", int),
+    ("counter", "chord::int32_t* __restrict__", int),
     ("ids", "const chord::int32_t* __restrict__", int),
     ("expert_map", "const chord::int32_t* __restrict__", int),
     ("routing_weights", "const float* __restrict__", int),
@@ -93,7 +94,7 @@ def arguments(plan: Plan) -> tuple[Argument, ...]:
 def _enums_and_operands(plan: Plan) -> tuple[dict[str, str], tuple[str, ...]]:
     """The enumerations of the Config struct, and how the entry's parameters become the structs of the kernel."""
     if isinstance(plan, WarpDecodePlan):
-        return {"Format kFormat": _FORMAT[plan.format]}, ("{activations, weights, outputs, rows, k_tiles}", _TOKEN_ROUTING)
+        return {"Format kFormat": _FORMAT[plan.format]}, ("{activations, weights, outputs, counter, rows, k_tiles}", _TOKEN_ROUTING)
     if isinstance(plan, WeightedSumPlan):
         return {}, ("{values, outputs, columns}", _TOKEN_ROUTING)
     if isinstance(plan, AlignPlan):

@@ -8,13 +8,12 @@
 // for up to eight tokens and nothing is sorted, padded, gathered or scattered by another kernel. Each warp streams its own weights
 // (tile/decode_ring.cuh). Activations stay BF16; sums are FP32.
 //
-// gate_up: a CTA has a run of units, kBlocks blocks of 16 paired rows of a group; its warps share K, and one after the other adds up
-// their parts. down: a CTA has units of kBlocks blocks of 16 outputs for all tokens; its warps take the groups in turn. The order of a
+// gate_up: a unit is kBlocks blocks of 16 paired rows of a group (schedule/decode_units.cuh); a CTA's warps share its K, and one after the
+// other adds up their parts. down: a CTA has units of kBlocks blocks of 16 outputs for all tokens; its warps take the groups in turn. The order of a
 // sum depends on the shape alone.
 #pragma once
 #include "chord/epilogue/outputs.cuh"
-#include "chord/schedule/decode_groups.cuh"
-#include "chord/tile/decode_ring.cuh"
+#include "chord/schedule/decode_units.cuh"
 
 namespace chord {
 
@@ -89,46 +88,13 @@ struct DecodeStream {
   }
 };
 
-// Units [first, last) of `total` that CTA `cta` of `ctas` has; the first CTAs have those that cannot be dealt out evenly.
-struct DecodeUnits {
-  int first, last;
-  __device__ __forceinline__ DecodeUnits(uint32_t total, uint32_t cta, uint32_t ctas) {
-    const uint32_t each = total / ctas, rest = total - each * ctas;
-    first = static_cast<int>(each * cta + min(cta, rest));
-    last = first + static_cast<int>(each + (cta < rest));
-  }
-};
-
-// Units of a CTA, kBlocks blocks each, counted through the groups.
-template <class Config>
-struct GateUpTasks {
-  const DecodeGroups<Config>& groups;
-  int rows;
-  int left;  // units
-  int index, row;
-
-  __device__ __forceinline__ GateUpTasks(const DecodeGroups<Config>& g, int all_rows) : groups(g), rows(all_rows) {
-    const int units = rows / Config::kBlocks;
-    const DecodeUnits mine(groups.count * units, blockIdx.x, gridDim.x);
-    left = mine.last - mine.first;
-    index = mine.first / units, row = mine.first % units * Config::kBlocks;
-  }
-  __device__ __forceinline__ bool valid() const { return left > 0; }
-  __device__ __forceinline__ void next() {
-    --left, row += Config::kBlocks;
-    if (row == rows) row = 0, ++index;
-  }
-  __device__ __forceinline__ const DecodeGroup<Config::kTokens>& group() const { return groups.groups[index]; }
-  __device__ __forceinline__ DecodeTask task() const { return {group().expert, row}; }
-  __device__ __forceinline__ int row_of(int i) const { return group().tokens[i]; }
-};
-
 template <class Config>
 __device__ __forceinline__ void warp_gate_up(const DecodeOperands& operands, const TokenRouting& routing) {
   extern __shared__ __align__(128) uint8_t shared_memory[];
   constexpr int kWarps = kDecodeWarps<Config>;
   struct Storage {
     DecodeStorage<Config> common;
+    typename GateUpUnits<Config>::Storage units;
     float4 parts[2][kWarps][Config::kBlocks][kWarpLanes];
   };
   static_assert(sizeof(Storage) <= Config::kSmemBytes, "plan and kernel disagree");
@@ -143,12 +109,14 @@ __device__ __forceinline__ void warp_gate_up(const DecodeOperands& operands, con
 
   const int stages = operands.k_tiles / Config::kKTiles;
   const int first_k = stages * warp / kWarps * Config::kKTiles, k_tiles = stages * (warp + 1) / kWarps * Config::kKTiles - first_k;
-  GateUpTasks<Config> tasks(storage.common.groups, operands.rows);
-  DecodeStream<Config, GateUpTasks<Config>> stream(storage.common, operands, tasks, first_k, k_tiles, warp, lane);
+  GateUpUnits<Config> tasks(storage.common.groups, storage.units, operands.counter, operands.rows, stages / kWarps);
+  DecodeStream<Config, GateUpUnits<Config>> stream(storage.common, operands, tasks, first_k, k_tiles, warp, lane);
   stream.begin([] {});
 
   for (int turn = 0; tasks.valid(); tasks.next(), ++turn) {
+    tasks.draw();
     const auto& group = tasks.group();
+    const int row = tasks.row();
     DecodeSums<Config> sums;
     sums.clear();
     stream.add(sums, group.count);
@@ -166,7 +134,7 @@ __device__ __forceinline__ void warp_gate_up(const DecodeOperands& operands, con
         total[0] += value.x, total[1] += value.y, total[2] += value.z, total[3] += value.w;
       }
       // Rows g are gate rows, g + 8 their up rows.
-      const int neuron = (tasks.row + block) * 8 + lane / 4, neurons = operands.rows * 8;
+      const int neuron = (row + block) * 8 + lane / 4, neurons = operands.rows * 8;
       const uint32_t pair = round_bf16x2(silu(total[0]) * total[2], silu(total[1]) * total[3]);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -177,6 +145,7 @@ __device__ __forceinline__ void warp_gate_up(const DecodeOperands& operands, con
       }
     }
   }
+  tasks.end();
 }
 
 // A warp's groups, every kDecodeWarps-th, for each of a CTA's units [unit, end) of kBlocks blocks.
@@ -187,7 +156,7 @@ struct DownTasks {
   int unit, end, index;
 
   __device__ __forceinline__ DownTasks(const DecodeGroups<Config>& g, int rows, int w) : groups(g), warp(w), index(w) {
-    const DecodeUnits mine(rows / Config::kBlocks, blockIdx.x, gridDim.x);
+    const EvenShare mine(rows / Config::kBlocks, blockIdx.x, gridDim.x);
     unit = mine.first, end = mine.last;
   }
   __device__ __forceinline__ bool valid() const { return unit < end && warp < groups.count; }

@@ -12,6 +12,7 @@ struct DecodeOperands {
   const uint8_t* activations;  // [rows, K] BF16
   const uint8_t* weights;      // packed blocks
   uint8_t* outputs;
+  int32_t* counter;  // 0 before and after every launch that draws work; no other launch uses it meanwhile
   int32_t rows;     // 16-row blocks of an expert
   int32_t k_tiles;  // K / 64
 };

@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which units of gate/up in warp decode a CTA has; a unit is kBlocks blocks of 16 paired rows of a group. Few units are dealt out in runs.
+// Many are drawn, since groups have one token or eight, and SMs are not equally far from memory: CTAs then end together.
+#pragma once
+#include "chord/schedule/decode_groups.cuh"
+#include "chord/tile/decode_ring.cuh"
+
+namespace chord {
+
+// Units [first, last) of `total` that CTA `cta` of `ctas` has; the first CTAs have those that cannot be dealt out evenly.
+struct EvenShare {
+  int first, last;
+  __device__ __forceinline__ EvenShare(uint32_t total, uint32_t cta, uint32_t ctas) {
+    const uint32_t each = total / ctas, rest = total - each * ctas;
+    first = static_cast<int>(each * cta + min(cta, rest));
+    last = first + static_cast<int>(each + (cta < rest));
+  }
+};
+
+// A CTA's units, turn by turn. All threads construct it, call draw() once a turn before a barrier, and end() when no unit is valid.
+// rows: 16-row blocks of an expert. stages: least number that a warp which has any copies for a unit.
+template <class Config, bool kDraws = Config::kDraws != 0>
+struct GateUpUnits;
+
+template <class Config>
+struct GateUpUnits<Config, false> {
+  struct Storage {};
+  const DecodeGroups<Config>& groups;
+  int rows;
+  int left, index, at;
+
+  __device__ __forceinline__ GateUpUnits(const DecodeGroups<Config>& g, Storage&, int32_t*, int all_rows, int) : groups(g), rows(all_rows) {
+    const int units = rows / Config::kBlocks;
+    const EvenShare mine(groups.count * units, blockIdx.x, gridDim.x);
+    left = mine.last - mine.first;
+    index = mine.first / units, at = (mine.first - index * units) * Config::kBlocks;
+  }
+  __device__ __forceinline__ void draw() {}
+  __device__ __forceinline__ void end() {}
+
+  __device__ __forceinline__ bool valid() const { return left > 0; }
+  __device__ __forceinline__ void next() {
+    --left, at += Config::kBlocks;
+    if (at == rows) at = 0, ++index;
+  }
+  __device__ __forceinline__ int row() const { return at; }
+  __device__ __forceinline__ const DecodeGroup<Config::kTokens>& group() const { return groups.groups[index]; }
+  __device__ __forceinline__ DecodeTask task() const { return {group().expert, at}; }
+  __device__ __forceinline__ int row_of(int i) const { return group().tokens[i]; }
+};
+
+// A CTA's first units follow from its number, the others from a counter in device memory, which is 0 before and after a launch: every unit
+// is followed by one draw, so that the last draw is known. Thread 0 draws.
+template <class Config>
+struct GateUpUnits<Config, true> {
+  struct Unit {
+    int32_t group;  // -1: none
+    int32_t row;
+  };
+  static constexpr int kPlaces = Config::kStages + 3;
+  struct Storage {
+    Unit units[kPlaces];  // of turn t at t % kPlaces
+  };
+  const DecodeGroups<Config>& groups;
+  Storage& storage;
+  int32_t* counter;
+  int units_of_group, units;
+  int early;  // how many turns before its own a unit is drawn: its first copies may be as many stages early, and a draw takes a turn
+  int turn = 0, place = 0;
+  int drawn = -1;  // not put down yet
+
+  __device__ __forceinline__ GateUpUnits(const DecodeGroups<Config>& g, Storage& s, int32_t* c, int rows, int stages)
+      : groups(g), storage(s), counter(c), units_of_group(rows / Config::kBlocks), units(g.count * units_of_group) {
+    early = 2 + (Config::kStages - 1 + max(stages, 1) - 1) / max(stages, 1);
+    if (threadIdx.x < kPlaces) put(threadIdx.x, threadIdx.x < early ? blockIdx.x + threadIdx.x * gridDim.x : units);
+    __syncthreads();
+  }
+  // What was drawn a turn ago can be read after the next barrier.
+  __device__ __forceinline__ void draw() {
+    if (!draws()) return;
+    if (drawn >= 0) put((turn - 1 + early) % kPlaces, first_drawn() + drawn);
+    end();
+    drawn = atomicAdd(counter, 1);
+  }
+  __device__ __forceinline__ void end() {
+    if (draws() && drawn == units - 1) *counter = 0;  // the last draw of all CTAs
+  }
+
+  __device__ __forceinline__ bool valid() const { return storage.units[place].group >= 0; }
+  __device__ __forceinline__ void next() { ++turn, place = place + 1 == kPlaces ? 0 : place + 1; }
+  __device__ __forceinline__ int row() const { return storage.units[place].row; }
+  __device__ __forceinline__ const DecodeGroup<Config::kTokens>& group() const { return groups.groups[storage.units[place].group]; }
+  __device__ __forceinline__ DecodeTask task() const { return {group().expert, row()}; }
+  __device__ __forceinline__ int row_of(int i) const { return group().tokens[i]; }
+
+ private:
+  __device__ __forceinline__ int first_drawn() const { return early * static_cast<int>(gridDim.x); }
+  __device__ __forceinline__ bool draws() const { return threadIdx.x == 0 && units > first_drawn(); }
+  __device__ __forceinline__ void put(int into, int number) {
+    const int group = number / units_of_group;
+    storage.units[into] = {group < groups.count ? group : -1, (number - group * units_of_group) * Config::kBlocks};
+  }
+};
+
+}  // namespace chord
