@@ -156,16 +156,12 @@ def explain_warp_decode(plan: WarpDecodePlan, *, tokens: int, top_k: int, expert
         f"{tokens} tokens, {average}: warp decode, a layer in two launches",
         f"groups of an expert and up to {plan.tokens} of its tokens; a distinct expert is read once for each group",
     ]
-    at_once = f"{plan.blocks} blocks of 16 weight rows x {plan.k_tiles * TILE_K} k at once, {plan.stages} stages of its own"
     if plan.product == "gate_up":
-        lines.append(
-            f"a unit is {plan.blocks * 16} paired rows of a group, whose K the {plan.warps} warps of a CTA share; a warp has {at_once}"
-        )
+        lines.append(f"a unit is {plan.blocks * 16} paired rows of a group; the {plan.warps} warps of a CTA share its K")
         lines.append("units are many: a CTA draws its next from a counter" if plan.draws else "units are few: a CTA has a run of them")
     else:
-        lines.append(
-            f"a unit is {plan.blocks * 16} outputs of all tokens; the {plan.warps} warps of a CTA take the groups in turn; a warp has {at_once}"
-        )
+        lines.append(f"a unit is {plan.blocks * 16} outputs of all tokens; the {plan.warps} warps of a CTA take the groups in turn")
+    lines.append(f"a warp has {plan.blocks} blocks of 16 weight rows x {plan.k_tiles * TILE_K} k at once, {plan.stages} stages of its own")
     lines.append(f"{plan.smem_bytes} bytes of shared memory")
     if plan.arch not in TILE_ARCHITECTURES:
         lines.append(f"{plan.arch}: compiled, never run")
