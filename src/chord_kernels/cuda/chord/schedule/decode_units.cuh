@@ -65,13 +65,14 @@ struct GateUpUnits<Config, true> {
   Storage& storage;
   int32_t* counter;
   int units_of_group, units;
-  int early;  // how many turns before its own a unit is drawn: its first copies may be as many stages early, and a draw takes a turn
+  int early;  // turns from a draw to the unit's own: a draw takes one, a barrier follows, and copies look for it kStages stages ahead of sums
   int turn = 0, place = 0;
   int drawn = -1;  // not put down yet
 
   __device__ __forceinline__ GateUpUnits(const DecodeGroups<Config>& g, Storage& s, int32_t* c, int rows, int stages)
       : groups(g), storage(s), counter(c), units_of_group(rows / Config::kBlocks), units(g.count * units_of_group) {
-    early = 2 + (Config::kStages - 1 + max(stages, 1) - 1) / max(stages, 1);
+    early = 2 + (Config::kStages + max(stages, 1) - 1) / max(stages, 1);
+    static_assert(kPlaces > 2 + Config::kStages, "a unit would take the place of one that is still in use");
     if (threadIdx.x < kPlaces) put(threadIdx.x, threadIdx.x < early ? blockIdx.x + threadIdx.x * gridDim.x : units);
     __syncthreads();
   }
