@@ -40,6 +40,9 @@ from ..rows import MaskedRows, int32_ids
 from ..weights import PackedWeight, empty_weight, pack_expert_into
 from .vllm import say
 
+# vLLM loads under max_split_size_mb:20, where torch does not use a free segment of 20 MB again, and scratch of a few MB comes from those:
+# packing would take all of the card's free memory. So it is given back now and then.
+_EXPERTS_BETWEEN_RETURNS = 8
 _WORD = 8  # INT4 codes of an int32
 
 
@@ -260,6 +263,8 @@ class ChordMoEMethod(FusedMoEMethodBase):
             self._packed[name] = empty_weight(W4A16, experts, n, width * _WORD, paired=paired, device=words.device)
         for expert in range(experts):
             pack_expert_into(self._packed[name], expert, words[expert], scales[expert])
+            if words.is_cuda and expert % _EXPERTS_BETWEEN_RETURNS == 0:
+                torch.cuda.empty_cache()
         for part in ("weight_packed", "weight_scale"):
             replace_parameter(layer, f"{name}_{part}", torch.empty(0, dtype=torch.uint8, device=words.device))
 
