@@ -38,6 +38,7 @@ def recorded_sources() -> list[Path]:
         "decode.py",
         "align.py",
         "combine.py",
+        "pack.py",
         "layer.py",
     )
     return sorted([*(SOURCES / name for name in names), *(SOURCES / "jit").glob("*.py"), *(SOURCES / "cuda").rglob("*.cuh")])

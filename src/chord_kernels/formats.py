@@ -154,15 +154,23 @@ class W4A16:
     def check_scales(cls, scales: Tensor) -> Tensor:
         """Scales as BF16. FP16 and FP32 are rounded to nearest once; then what is not finite or reaches `scale_limit` is refused,
         and magnitudes below `scale_floor` become 0: between the two, kernels scale weights without losing a bit."""
+        rounded = cls.rounded_scales(scales)
+        cls.check_largest_scale(float(rounded.abs().amax()) if rounded.numel() else 0.0)
+        return torch.where(rounded.abs() < cls.scale_floor, 0.0, rounded)
+
+    @staticmethod
+    def rounded_scales(scales: Tensor) -> Tensor:
         if scales.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise FormatError(f"scales are {scales.dtype}; give bfloat16, or float16 / float32, which are rounded to bfloat16 once")
-        rounded = scales.to(torch.bfloat16)
-        largest = float(rounded.abs().amax()) if rounded.numel() else 0.0  # NaN if there is one
-        if not math.isfinite(largest):
+        return scales.to(torch.bfloat16)
+
+    @classmethod
+    def check_largest_scale(cls, magnitude: float) -> None:
+        """magnitude: NaN if one is NaN."""
+        if not math.isfinite(magnitude):
             raise FormatError("scales hold values that are not finite as bfloat16 (inf, NaN or beyond 3.39e38); repair the checkpoint")
-        if largest >= cls.scale_limit:
-            raise FormatError(f"scales reach {largest:g}; kernels take magnitudes below {cls.scale_limit:g}, so rescale the weight")
-        return torch.where(rounded.abs() < cls.scale_floor, 0.0, rounded)
+        if magnitude >= cls.scale_limit:
+            raise FormatError(f"scales reach {magnitude:g}; kernels take magnitudes below {cls.scale_limit:g}, so rescale the weight")
 
 
 @dataclass(frozen=True)

@@ -332,21 +332,21 @@ class WarpDecodePlan:
 
 
 @dataclass(frozen=True)
-class WeightedSumPlan:
-    """The kernel that weighs and adds a token's rows (kernel/weighted_sum.cuh)."""
+class _PlainPlan:
+    """A kernel with nothing to choose but what its fields say."""
 
     arch: str
 
     ctas: ClassVar[int] = 1
     draws: ClassVar[bool] = False
-    header: ClassVar[str] = "chord/kernel/weighted_sum.cuh"
-    function: ClassVar[str] = "weighted_sum"
-    threads: ClassVar[int] = 128
-    smem_bytes: ClassVar[int] = 0
+    header: ClassVar[str]
+    function: ClassVar[str]
+    threads: ClassVar[int]
+    smem_bytes: ClassVar[int] = 0  # beyond what is static
 
     @property
     def name(self) -> str:
-        return f"weighted_sum_{self.arch}"
+        return f"{self.function}_{self.arch}"
 
     def constants(self) -> dict[str, int]:
         """The integers of its Config struct."""
@@ -356,38 +356,45 @@ class WeightedSumPlan:
         return {"name": self.name, **asdict(self), "threads": self.threads}
 
     def why_illegal(self) -> str | None:
-        """None: there is nothing to choose."""
-        return None
+        """Why the kernel could not be built with these fields; None where it can."""
 
 
 @dataclass(frozen=True)
-class AlignPlan:
+class WeightedSumPlan(_PlainPlan):
+    """The kernel that weighs and adds a token's rows (kernel/weighted_sum.cuh)."""
+
+    header: ClassVar[str] = "chord/kernel/weighted_sum.cuh"
+    function: ClassVar[str] = "weighted_sum"
+    threads: ClassVar[int] = 128
+
+
+@dataclass(frozen=True)
+class PackPlan(_PlainPlan):
+    """The kernel that packs INT4 weights of checkpoints (kernel/pack.cuh)."""
+
+    header: ClassVar[str] = "chord/kernel/pack.cuh"
+    function: ClassVar[str] = "pack_tiles"
+    threads: ClassVar[int] = 128
+
+
+@dataclass(frozen=True)
+class AlignPlan(_PlainPlan):
     """The kernel that groups router ids by expert (kernel/align.cuh)."""
 
-    arch: str
     experts: int  # at most
-
-    ctas: ClassVar[int] = 1
-    draws: ClassVar[bool] = False
     header: ClassVar[str] = "chord/kernel/align.cuh"
     function: ClassVar[str] = "align_rows"
     threads: ClassVar[int] = 1024
-    smem_bytes: ClassVar[int] = 0  # its tables are static
 
     @property
     def name(self) -> str:
-        return f"align_e{self.experts}_{self.arch}"
+        return f"align_rows_e{self.experts}_{self.arch}"
 
     def constants(self) -> dict[str, int]:
-        """The integers of its Config struct."""
-        return {"kMostExperts": self.experts, "kThreads": self.threads, "kCtas": self.ctas}
-
-    def describe(self) -> dict[str, object]:
-        return {"name": self.name, **asdict(self), "threads": self.threads}
+        return {"kMostExperts": self.experts, **super().constants()}
 
     def why_illegal(self) -> str | None:
-        """Why the kernel could not be built with these fields; None where it can."""
         return None if self.experts <= MOST_ALIGNED_EXPERTS else f"{self.experts} experts; alignment on a GPU has {MOST_ALIGNED_EXPERTS}"
 
 
-Plan = TilePlan | StreamPlan | WarpDecodePlan | WeightedSumPlan | AlignPlan
+Plan = TilePlan | StreamPlan | WarpDecodePlan | WeightedSumPlan | AlignPlan | PackPlan

@@ -25,6 +25,7 @@ from .kernels import (
     TILE_ROWS,
     WIDTHS_PER_KERNEL,
     AlignPlan,
+    PackPlan,
     Plan,
     StreamPlan,
     TilePlan,
@@ -337,7 +338,8 @@ def layer_kernels(
     shape = {"experts": experts, "hidden": hidden, "intermediate": intermediate, "sm_count": sm_count}
     plans: list[Plan] = []
     if format_name == "w4a16":
-        plans += [*buckets(arch=arch, contracts=contracts, unfused=unfused, **shape), WeightedSumPlan(arch), align_plan(arch, experts)]
+        plans += buckets(arch=arch, contracts=contracts, unfused=unfused, **shape)
+        plans += [PackPlan(arch), WeightedSumPlan(arch), align_plan(arch, experts)]
     if warp_decodes(format_name, 1, 1, experts):
         plans += warp_decode_buckets(arch, format_name, top_ks=(8, MOST_TOP_K) if top_k is None else (top_k,), **shape)
     return plans

@@ -25,7 +25,7 @@ PYTHON_LAYERS = (
     ("checkpoint", "reference", "jit.compiler"),
     ("jit.launch",),
     ("ops",),
-    ("decode", "align", "combine"),
+    ("decode", "align", "combine", "pack"),
     ("layer", "operator"),
     ("integrations",),
     ("bench.timing", "bench.suites"),

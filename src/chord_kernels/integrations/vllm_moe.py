@@ -35,14 +35,12 @@ from ..errors import ChordError
 from ..formats import W4A16
 from ..jit.compiler import build_all
 from ..layer import MoELayer
+from ..pack import pack_experts_into
 from ..plan import layer_kernels
 from ..rows import MaskedRows, int32_ids
-from ..weights import PackedWeight, empty_weight, pack_expert_into
+from ..weights import PackedWeight, empty_weight
 from .vllm import say
 
-# vLLM loads under max_split_size_mb:20, where torch does not use a free segment of 20 MB again, and scratch of a few MB comes from those:
-# packing would take all of the card's free memory. So it is given back now and then.
-_EXPERTS_BETWEEN_RETURNS = 8
 _WORD = 8  # INT4 codes of an int32
 
 
@@ -261,12 +259,12 @@ class ChordMoEMethod(FusedMoEMethodBase):
         experts, n, width = words.shape
         if name not in self._packed:
             self._packed[name] = empty_weight(W4A16, experts, n, width * _WORD, paired=paired, device=words.device)
-        for expert in range(experts):
-            pack_expert_into(self._packed[name], expert, words[expert], scales[expert])
-            if words.is_cuda and expert % _EXPERTS_BETWEEN_RETURNS == 0:
-                torch.cuda.empty_cache()
+        pack_experts_into(self._packed[name], words, scales)
         for part in ("weight_packed", "weight_scale"):
             replace_parameter(layer, f"{name}_{part}", torch.empty(0, dtype=torch.uint8, device=words.device))
+        if words.is_cuda:
+            del words, scales
+            torch.cuda.empty_cache()  # others on the card, and the next layer's tensors, get what the originals had
 
     def get_fused_moe_quant_config(self, layer: Any) -> Any:
         return int4_w4a16_moe_quant_config(w1_scale=layer.w13_weight_scale, w2_scale=layer.w2_weight_scale, block_shape=[0, W4A16.group])

@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ..kernels import AlignPlan, Plan, WarpDecodePlan, WeightedSumPlan
+from ..kernels import AlignPlan, PackPlan, Plan, WarpDecodePlan, WeightedSumPlan
 
 CUDA_ROOT = Path(__file__).parent.parent / "cuda"
 ENTRY = "chord_gemm"
@@ -76,6 +76,17 @@ _ALIGN: tuple[Argument, ...] = (
     ("map_size", "chord::int32_t", ctypes.c_int32),
 )
 
+_PACK: tuple[Argument, ...] = (
+    ("words", "const chord::uint8_t* __restrict__", int),
+    ("scales", "const chord::uint8_t* __restrict__", int),
+    ("tiles", "chord::WeightTile* __restrict__", int),
+    ("largest", "chord::uint32_t* __restrict__", int),
+    ("row_tiles", "chord::int32_t", ctypes.c_int32),
+    ("k_tiles", "chord::int32_t", ctypes.c_int32),
+    ("paired", "chord::int32_t", ctypes.c_int32),
+    ("scale_floor", "chord::int32_t", ctypes.c_int32),
+)
+
 _CONTRACT = {"indexed": "kIndexed", "contiguous": "kContiguous", "masked": "kMasked"}
 _EPILOGUE = {"store": "kStore", "store_paired": "kStorePaired", "swiglu": "kSwiglu"}
 _NUMERICS = {"bf16": "kBf16", "exact": "kExact"}
@@ -88,6 +99,8 @@ def arguments(plan: Plan) -> tuple[Argument, ...]:
         return _WARP_DECODE
     if isinstance(plan, AlignPlan):
         return _ALIGN
+    if isinstance(plan, PackPlan):
+        return _PACK
     return _WEIGHTED_SUM if isinstance(plan, WeightedSumPlan) else _GROUPED
 
 
@@ -97,6 +110,8 @@ def _enums_and_operands(plan: Plan) -> tuple[dict[str, str], tuple[str, ...]]:
         return {"Format kFormat": _FORMAT[plan.format]}, ("{activations, weights, outputs, counter, rows, k_tiles}", _TOKEN_ROUTING)
     if isinstance(plan, WeightedSumPlan):
         return {}, ("{values, outputs, columns}", _TOKEN_ROUTING)
+    if isinstance(plan, PackPlan):
+        return {}, ("{words, scales, tiles, largest, row_tiles, k_tiles, paired, scale_floor}",)
     if isinstance(plan, AlignPlan):
         return {}, ("{sorted_ids, expert_ids, padded, block_rows}", "{ids, expert_map, nullptr, tokens, top_k, experts, map_size}")
     enums = {
