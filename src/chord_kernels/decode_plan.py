@@ -21,7 +21,10 @@ from .kernels import (
 
 WARP_DECODE_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 WARP_DECODE_PRODUCTS = ("gate_up", "down")
-WARP_DECODE_ROWS_PER_EXPERT = 6.0  # of INT4; beyond, a group is read again for every four or eight of an expert's tokens
+# Of INT4, where an alignment, two products and a sum take as long (48 and 384 experts, 16 to 64 tokens): beyond, groups are read again for
+# every four or eight of an expert's tokens, or are many.
+WARP_DECODE_ROWS_PER_EXPERT = 3.0
+WARP_DECODE_SLOTS = 256  # of this rank
 _IN_FLIGHT = 40 << 10  # bytes of weights an SM; with more, copies hold up the loads from shared memory that they share a path with
 _DRAWN_UNITS = 16  # a CTA's of gate/up, from which on they are drawn: levels their ends, and costs a third of a microsecond
 _SHORT_K = 512  # of INT4 down
@@ -44,15 +47,20 @@ def why_not_warp_decode(arch: str, format_name: str, tokens: int, top_k: int, ex
     return None
 
 
-def warp_decodes(format_name: str, tokens: int, top_k: int, experts: int) -> bool:
-    """Whether a layer's batch goes to warp decode: all of MXFP8, in parts of 64 tokens; of INT4 where it is faster than aligned blocks."""
+def warp_decodes(format_name: str, tokens: int, top_k: int, experts: int, known: int | None = None) -> bool:
+    """Whether a layer's batch goes to warp decode: all of MXFP8, in parts of 64 tokens; of INT4 where it is faster than aligned blocks.
+
+    experts: of this rank. known: of all ranks, which the tokens are spread over; None: the same.
+    """
     if format_name != "w4a16":
         return True
+    rows = tokens * top_k / (known or experts)
     return (
         tokens <= WARP_DECODE_BATCHES[-1]
         and top_k <= MOST_TOP_K
         and experts <= MOST_EXPERTS
-        and tokens * top_k / experts <= WARP_DECODE_ROWS_PER_EXPERT
+        and rows <= WARP_DECODE_ROWS_PER_EXPERT
+        and rows * experts <= WARP_DECODE_SLOTS
     )
 
 

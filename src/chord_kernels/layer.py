@@ -107,8 +107,8 @@ class MoELayer:
 
     def warp_decodes(self, tokens: int, top_k: int) -> bool:
         """Whether a batch of this size goes to `warp_decode`. On CPU INT4 keeps the path of large batches."""
-        form = self.gate_up.format
-        return (form is not W4A16 or self.gate_up.device.type == "cuda") and warp_decodes(form.name, tokens, top_k, self._known_experts)
+        form, experts = self.gate_up.format, (self.gate_up.experts, self._known_experts)
+        return (form is not W4A16 or self.gate_up.device.type == "cuda") and warp_decodes(form.name, tokens, top_k, *experts)
 
     def _warp_decode(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor | None) -> Tensor:
         out = torch.empty_like(x) if out is None else out

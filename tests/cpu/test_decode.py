@@ -200,6 +200,7 @@ def test_many_units_are_drawn() -> None:
 
 def test_the_crossover() -> None:
     assert all(warp_decodes("mxfp8", tokens, 8, 128) for tokens in (1, 64, 10_000))
-    assert [warp_decodes("w4a16", tokens, 8, 48) for tokens in (1, 32, 36, 37, 64)] == [True, True, True, False, False]
-    assert [warp_decodes("w4a16", tokens, 8, 384) for tokens in (64, 65)] == [True, False]
+    assert [warp_decodes("w4a16", tokens, 8, 48) for tokens in (1, 16, 18, 19, 64)] == [True, True, True, False, False]
+    assert [warp_decodes("w4a16", tokens, 8, 384) for tokens in (32, 33)] == [True, False]
+    assert [warp_decodes("w4a16", tokens, 8, 48, 384) for tokens in (64, 65)] == [True, False]
     assert WARP_DECODE_BATCHES[-1] == 64

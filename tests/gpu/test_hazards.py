@@ -172,11 +172,11 @@ def test_7_a_boundary_off_the_alignment_is_refused_on_request_and_never_hangs() 
         chord.contiguous(x, weight, ContiguousRows(m_indices), validate=True)
 
 
-@pytest.mark.parametrize("top_k", [2, 3])
+@pytest.mark.parametrize("top_k", [1, 2])
 def test_8_padding_rows_of_a_graph_do_not_leak(top_k: int) -> None:
-    """top_k 2 goes to warp decode, 3 to the aligned blocks."""
+    """top_k 1 goes to warp decode, 2 to the aligned blocks."""
     layer = small_layer()
-    assert layer.warp_decodes(16, top_k) == (top_k == 2)
+    assert layer.warp_decodes(16, top_k) == (top_k == 1)
     x = torch.randn((16, 256), device="cuda").to(torch.bfloat16)
     ids, weights = random_ids(16, 6, top_k, device="cuda"), torch.rand((16, top_k), device="cuda")
     clean = layer(x, ids, weights)[:10]

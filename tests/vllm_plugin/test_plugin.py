@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plugin inside the real vLLM package, on CPU tensors. Needs vLLM: `make test-vllm`."""
+"""The plugin inside the real vLLM package, on a GPU if there is one, else on CPU tensors. Needs vLLM: `make test-vllm`."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ from chord_kernels.integrations.scheme import why_not_layer
 from chord_kernels.integrations.vllm_moe import ChordMoEMethod
 
 EXPERTS, HIDDEN, INTER, TOP_K = 8, 256, 128, 2
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture(autouse=True)
 def workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.worker import workspace
 
-    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)  # vLLM calls it where its buffers grow; there is no accelerator
-
+    if DEVICE == "cpu":
+        monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)  # vLLM calls it where its buffers grow
     if not workspace.is_workspace_manager_initialized():
-        workspace.init_workspace_manager(torch.device("cpu"))
+        workspace.init_workspace_manager(torch.device(DEVICE))
 
 
 def config(**changes: Any) -> FusedMoEConfig:
@@ -52,7 +53,7 @@ def config(**changes: Any) -> FusedMoEConfig:
             "num_local_experts": EXPERTS,
             "num_logical_experts": EXPERTS,
             "activation": MoEActivation.SILU,
-            "device": "cpu",
+            "device": DEVICE,
             "routing_method": RoutingMethodType.Renormalize,
             "moe_parallel_config": FusedMoEParallelConfig.make_no_parallel(),
             "in_dtype": torch.bfloat16,
@@ -77,10 +78,11 @@ class Layer(torch.nn.Module):
 def loaded(method: ChordMoEMethod, layer: Layer) -> tuple[chord.PackedWeight, chord.PackedWeight]:
     """The layer with random weights; and the same, packed by hand."""
     local = layer.moe_config.num_local_experts
-    method.create_weights(layer, local, HIDDEN, INTER, torch.bfloat16, weight_loader=None)
+    with torch.device(DEVICE):
+        method.create_weights(layer, local, HIDDEN, INTER, torch.bfloat16, weight_loader=None)
     packed = []
     for seed, (name, n, k) in enumerate((("w13", 2 * INTER, HIDDEN), ("w2", HIDDEN, INTER))):
-        codes, scales = random_codes(local, n, k, seed=seed)
+        codes, scales = random_codes(local, n, k, device=DEVICE, seed=seed)
         getattr(layer, f"{name}_weight_packed").data.copy_(W4A16.words_of_codes(codes))
         getattr(layer, f"{name}_weight_scale").data.copy_(scales)
         packed.append(chord.pack_w4a16(codes, scales, gate_up=name == "w13"))
@@ -125,7 +127,8 @@ def test_a_broken_setting_does_not_raise(monkeypatch: pytest.MonkeyPatch, caplog
 def test_a_layer_computes_what_the_reference_does(tokens: int) -> None:
     method, layer = ChordMoEMethod(config(), batched=False), Layer(config())
     gate_up, down = loaded(method, layer)
-    x, ids, weights = torch.randn((tokens, HIDDEN)).to(torch.bfloat16), random_ids(tokens, EXPERTS, TOP_K), torch.rand((tokens, TOP_K))
+    x, ids = torch.randn((tokens, HIDDEN), device=DEVICE).to(torch.bfloat16), random_ids(tokens, EXPERTS, TOP_K, device=DEVICE)
+    weights = torch.rand((tokens, TOP_K), device=DEVICE)
     value = method.apply(layer, x, weights, ids)
     expected = reference.layer(x, gate_up, down, ids, weights, dtype=torch.float64, round_hidden=True)
     assert reference.relative_error(value, expected) < 4e-3
@@ -137,7 +140,8 @@ def test_batched_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     prepare = BatchedPrepareAndFinalize(max_num_tokens=64, num_local_experts=EXPERTS, num_dispatchers=1, rank=0)
     monkeypatch.setattr("chord_kernels.integrations.vllm_moe.maybe_make_prepare_finalize", lambda **_: prepare)
     gate_up, down = loaded(method, layer)
-    x, ids, weights = torch.randn((33, HIDDEN)).to(torch.bfloat16), random_ids(33, EXPERTS, TOP_K), torch.rand((33, TOP_K))
+    x, ids = torch.randn((33, HIDDEN), device=DEVICE).to(torch.bfloat16), random_ids(33, EXPERTS, TOP_K, device=DEVICE)
+    weights = torch.rand((33, TOP_K), device=DEVICE)
     value = method.apply(layer, x, weights, ids)
     expected = reference.layer(x, gate_up, down, ids, weights, dtype=torch.float64, round_hidden=True)
     assert reference.relative_error(value, expected) < 5e-3
@@ -169,14 +173,15 @@ def test_reloaded_weights_lie_where_the_old_ones_did() -> None:
 
     method, layer = ChordMoEMethod(config(), batched=False), Layer(config())
     layer.quant_method = method
-    method.create_weights(layer, EXPERTS, HIDDEN, INTER, torch.bfloat16, weight_loader=default_weight_loader)
+    with torch.device(DEVICE):
+        method.create_weights(layer, EXPERTS, HIDDEN, INTER, torch.bfloat16, weight_loader=default_weight_loader)
     layerwise.record_metadata_for_reloading(layer)
     checkpoints = []
     for seed in (0, 2):
         tensors = {}
         for offset, (name, n, k) in enumerate((("w13", 2 * INTER, HIDDEN), ("w2", HIDDEN, INTER))):
-            codes, scales = random_codes(EXPERTS, n, k, seed=seed + offset)
-            shape = torch.ones((EXPERTS, 2), dtype=torch.bfloat16)
+            codes, scales = random_codes(EXPERTS, n, k, device=DEVICE, seed=seed + offset)
+            shape = torch.ones((EXPERTS, 2), dtype=torch.bfloat16, device=DEVICE)
             tensors |= {f"{name}_weight_packed": W4A16.words_of_codes(codes), f"{name}_weight_scale": scales, f"{name}_weight_shape": shape}
         checkpoints.append(tensors)
 
@@ -193,10 +198,12 @@ def test_reloaded_weights_lie_where_the_old_ones_did() -> None:
     load(checkpoints[1])
     assert (layer.w13_weight.data_ptr(), layer.w2_weight.data_ptr()) == places
     assert not torch.equal(layer.w13_weight, before)
-    x, ids, weights = torch.randn((4, HIDDEN)).to(torch.bfloat16), random_ids(4, EXPERTS, TOP_K), torch.rand((4, TOP_K))
+    x, weights = torch.randn((4, HIDDEN), device=DEVICE).to(torch.bfloat16), torch.rand((4, TOP_K), device=DEVICE)
+    ids = random_ids(4, EXPERTS, TOP_K, device=DEVICE)
     again = Layer(config())
     fresh = ChordMoEMethod(config(), batched=False)
-    fresh.create_weights(again, EXPERTS, HIDDEN, INTER, torch.bfloat16, weight_loader=default_weight_loader)
+    with torch.device(DEVICE):
+        fresh.create_weights(again, EXPERTS, HIDDEN, INTER, torch.bfloat16, weight_loader=default_weight_loader)
     for name, tensor in checkpoints[1].items():
         getattr(again, name).data.copy_(tensor)
     fresh.process_weights_after_loading(again)

@@ -44,13 +44,6 @@ from .vllm import say
 _WORD = 8  # INT4 codes of an int32
 
 
-def _few(tokens: int, top_k: int, experts: int) -> bool:
-    """Whether warp decode of a whole layer is faster than the engine's alignment, two products and a sum. It is for fewer batches than
-    with `MoELayer`'s slower alignment: 48 experts, 8 and 16 tokens, 229 and 305 us against 222 and 265 for the products alone; 384
-    experts, 16 and 32 tokens, 95 and 183 against 91 and 149. The rest is estimated at 12 us."""
-    return warp_decodes(W4A16.name, tokens, top_k, experts) and (tokens <= 8 or (tokens <= 16 and 2 * tokens * top_k <= experts))
-
-
 @lru_cache(maxsize=64)
 def _building(arch: str, sm_count: int, contract: str, top_k: int, experts: int, hidden: int, intermediate: int) -> threading.Thread:
     """Compiles a layer shape's kernels while the engine reads weights. What fails here fails again where it is waited for, aloud."""
@@ -132,7 +125,7 @@ class ChordExperts(_Experts):
         gate_up, down = PackedWeight(w1, True), PackedWeight(w2)
         tokens, top_k = topk_ids.shape
         known = gate_up.experts if expert_map is None else global_num_experts
-        if _few(tokens, top_k, known):
+        if warp_decodes(W4A16.name, tokens, top_k, gate_up.experts, known):
             warp_decode(hidden_states, gate_up, down, topk_ids, topk_weights, out=output, expert_map=expert_map)
             return
         block_rows = ops.block_rows_on(gate_up.device, tokens * top_k / known)
