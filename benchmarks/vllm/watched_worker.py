@@ -17,13 +17,17 @@ _load_model = Worker.load_model
 
 
 @contextmanager
-def _peaks() -> Iterator[list[int]]:
-    """Bytes in use at most, also before vLLM starts that count anew."""
-    found: list[int] = []
+def _peaks() -> Iterator[list[tuple[int, int]]]:
+    """Bytes of tensors at most, and of the device that torch holds for them, also before vLLM starts these counts anew."""
+    found: list[tuple[int, int]] = []
+
+    def remember(device: Any = None) -> None:
+        found.append((torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)))
+
     reset = torch.cuda.reset_peak_memory_stats
 
     def remembering(device: Any = None) -> None:
-        found.append(torch.cuda.max_memory_allocated(device))
+        remember(device)
         reset(device)
 
     torch.cuda.reset_peak_memory_stats = remembering
@@ -31,7 +35,7 @@ def _peaks() -> Iterator[list[int]]:
         yield found
     finally:
         torch.cuda.reset_peak_memory_stats = reset
-        found.append(torch.cuda.max_memory_allocated())
+        remember()
 
 
 def _watched(self: Any, *args: Any, **named: Any) -> Any:
@@ -42,7 +46,8 @@ def _watched(self: Any, *args: Any, **named: Any) -> Any:
     torch.cuda.synchronize()
     _found["weights_s"] = round(time.perf_counter() - start, 2)
     _found["weights_gib"] = round(torch.cuda.memory_allocated() / _GIB, 3)
-    _found["weights_peak_gib"] = round(max(peaks) / _GIB, 3)
+    for name, bytes_ in zip(("weights_peak_gib", "weights_held_gib"), map(max, zip(*peaks, strict=True)), strict=True):
+        _found[name] = round(bytes_ / _GIB, 3)
     return result
 
 

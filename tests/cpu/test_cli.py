@@ -46,11 +46,11 @@ def test_run_checks_a_checkpoint_layer(tmp_path: Path) -> None:
 
 
 def test_plan_explains() -> None:
-    for arguments in (("--tokens", "20"), ("--tokens", "20", "--contract", "indexed"), ("--tokens", "200")):
+    for arguments in (("--tokens", "16"), ("--tokens", "16", "--contract", "indexed"), ("--tokens", "200")):
         output = chord("plan", "--shape", "kimi-k2-ep8", *arguments)
         assert "gate_up" in output
         assert "rows an expert" in output
-        assert ("warp decode" in output) == (arguments == ("--tokens", "20"))
+        assert ("warp decode" in output) == (arguments == ("--tokens", "16"))
     assert "a CTA has a run of them" in chord("plan", "--shape", "qwen3-30b", "--tokens", "1")
     assert "draws its next" in chord("plan", "--shape", "qwen3-30b", "--tokens", "64")
 
