@@ -64,13 +64,13 @@ def print_predictions(truth: dict[str, Any], rows: list[dict[str, Any]]) -> None
 
 def print_speed(rows: list[dict[str, Any]]) -> None:
     batches = list(rows[0]["decode_ms"])
-    print(
-        f"\n| backend | decode ms a token, batch {', '.join(batches)} | prefill tokens/s | loading, s | GiB after, most while loading, of the card |"
-    )
+    memory_of = ("weights_gib", "weights_peak_gib", "weights_held_gib")
+    titles = ["backend", f"decode ms a token, batch {', '.join(batches)}", "prefill tokens/s", "loading, s"]
+    print("\n|", " | ".join([*titles, "GiB after, most while loading, of the card then"]), "|")
     print("|--|--|--|--|--|")
     for row in rows:
         decode = ", ".join(f"{statistics.median(row['decode_ms'][b]):.3f}" for b in batches)
-        memory = ", ".join(f"{row[name]:.2f}" for name in ("weights_gib", "weights_peak_gib", "weights_held_gib"))
+        memory = ", ".join(f"{row[name]:.2f}" for name in memory_of)
         print(f"| {label(row)} | {decode} | {statistics.median(row['prefill_tokens_s']):,.0f} | {row['weights_s']} | {memory} |")
 
 

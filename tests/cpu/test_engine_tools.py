@@ -90,7 +90,7 @@ def test_the_comparison_writes_what_a_result_file_needs(tmp_path: Path) -> None:
     for backend in ("emulation", "chord", "marlin"):
         row = {"backend": backend, "options": {}, "card": {"name": "x"}, "date": "d", "versions": {}, "commit": "c"}
         row |= {"predictions": predictions(-1.0, 3, [1, 2]), "decode_ms": {"1": [2.0, 1.0, 3.0]}, "prefill_tokens_s": [5, 7, 6]}
-        row |= {"weights_s": 1.0, "weights_gib": 2.0, "weights_peak_gib": 3.0}
+        row |= {"weights_s": 1.0, "weights_gib": 2.0, "weights_peak_gib": 3.0, "weights_held_gib": 4.0}
         (tmp_path / f"{backend}.json").write_text(json.dumps(row))
     command = [sys.executable, TOOLS / "compare.py", *(tmp_path / f"{name}.json" for name in ("emulation", "chord", "marlin"))]
     command += ["--out", tmp_path / "all.json"]
