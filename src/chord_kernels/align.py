@@ -6,12 +6,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .errors import FormatError
 from .kernels import MOST_ALIGNED_EXPERTS
 from .ops import device_arch
 from .ops import library as _library
 from .plan import ARCHITECTURES, align_plan
-from .rows import IndexedRows, align_indexed, expected_rows, int32_ids, padded_capacity
+from .rows import IndexedRows, align_indexed, check_routing, expected_rows, int32_ids, padded_capacity
 
 _library.define(
     "align_rows(Tensor topk_ids, Tensor? expert_map, int experts, int block_rows, Tensor(a!) sorted_ids, Tensor(b!) expert_ids, "
@@ -25,12 +24,9 @@ def align_rows(topk_ids: Tensor, experts: int, block_rows: int, expert_map: Tens
     topk_ids: int32, int64 or uint32 [M, top_k]. experts: of this rank. expert_map: int32 [global experts], a global id's local expert or
     -1. CUDA-graph capturable, a programmatic dependent launch. Raises FormatError, CompileError.
     """
-    if expert_map is not None and (expert_map.dtype != torch.int32 or expert_map.ndim != 1 or not expert_map.is_contiguous()):
-        raise FormatError(f"expert_map is {expert_map.dtype} {list(expert_map.shape)}; give contiguous int32 [global experts]")
+    check_routing(topk_ids, expert_map=expert_map)
     if not _on_gpu(topk_ids, experts):
         return align_indexed(topk_ids, experts, block_rows, expert_map)
-    if topk_ids.ndim != 2 or topk_ids.dtype not in (torch.int32, torch.int64, torch.uint32):
-        raise FormatError(f"topk_ids is {topk_ids.dtype} {list(topk_ids.shape)}; give int32 (or int64, uint32) [M, top_k]")
     ids = int32_ids(topk_ids, experts if expert_map is None else expert_map.numel())
     capacity = padded_capacity(ids.numel(), experts, block_rows)
     sorted_ids = ids.new_empty(capacity)

@@ -10,7 +10,7 @@ from .errors import FormatError, UnsupportedError
 from .kernels import ARCHITECTURES, WeightedSumPlan
 from .ops import device_arch
 from .ops import library as _library
-from .rows import int32_ids, local_experts
+from .rows import check_routing, int32_ids, local_experts
 
 _library.define("weighted_sum(Tensor values, Tensor topk_ids, Tensor topk_weights, int experts, Tensor? expert_map, Tensor(a!) out) -> ()")
 _AT_ONCE = 256 << 20  # bytes of FP32 products that the sum on CPU holds
@@ -44,16 +44,9 @@ def weighted_sum(
             f"values is {values.dtype} {list(values.shape)}; give contiguous bfloat16 [M, top_k, H], H a multiple of {_COLUMNS}"
         )
     tokens, top_k, hidden = values.shape
-    if topk_ids.shape != (tokens, top_k) or topk_weights.shape != (tokens, top_k):
-        raise FormatError(
-            f"topk_ids is {list(topk_ids.shape)}, topk_weights {list(topk_weights.shape)}; values has [M, top_k] = [{tokens}, {top_k}]"
-        )
-    if topk_ids.dtype not in (torch.int32, torch.int64, torch.uint32):
-        raise FormatError(f"topk_ids is {topk_ids.dtype}; give int32 (or int64, uint32)")
-    if topk_weights.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise FormatError(f"topk_weights is {topk_weights.dtype}; give float32 (or bfloat16, float16)")
-    if expert_map is not None and (expert_map.dtype != torch.int32 or expert_map.ndim != 1 or not expert_map.is_contiguous()):
-        raise FormatError(f"expert_map is {expert_map.dtype} {list(expert_map.shape)}; give contiguous int32 [global experts]")
+    check_routing(topk_ids, topk_weights, expert_map, tokens=tokens)
+    if topk_ids.shape[1] != top_k:
+        raise FormatError(f"topk_ids is {list(topk_ids.shape)}; values has [M, top_k] = [{tokens}, {top_k}]")
     if out is None:
         out = values.new_empty((tokens, hidden))
     elif out.shape != (tokens, hidden) or out.dtype != values.dtype or not out.is_contiguous():

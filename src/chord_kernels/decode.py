@@ -12,7 +12,7 @@ from .errors import FormatError, UnsupportedError
 from .formats import FORMATS
 from .ops import device_arch
 from .ops import library as _library
-from .rows import int32_ids
+from .rows import check_routing, int32_ids
 from .weights import PackedWeight, check_layer
 
 _library.define(
@@ -77,16 +77,9 @@ def _check(
     check_layer(gate_up, down)
     if x.dtype != torch.bfloat16 or x.ndim != 2 or x.shape[1] != gate_up.k or not x.is_contiguous():
         raise FormatError(f"x is {x.dtype} {list(x.shape)}, strides {x.stride()}; give contiguous bfloat16 [B, {gate_up.k}]")
-    if ids.ndim != 2 or ids.shape != weights.shape or ids.shape[0] != x.shape[0]:
-        raise FormatError(f"topk_ids is {list(ids.shape)}, topk_weights {list(weights.shape)}; both are [B, top_k] with B = {x.shape[0]}")
-    if ids.dtype not in (torch.int32, torch.int64, torch.uint32):
-        raise FormatError(f"topk_ids is {ids.dtype}; give int32 (or int64, uint32)")
-    if weights.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise FormatError(f"topk_weights is {weights.dtype}; give float32 (or bfloat16, float16)")
+    check_routing(ids, weights, expert_map, tokens=x.shape[0])
     if out is not None and (out.shape != x.shape or out.dtype != x.dtype or not out.is_contiguous()):
         raise FormatError(f"out is {out.dtype} {list(out.shape)}, strides {out.stride()}; give contiguous {x.dtype} {list(x.shape)}")
-    if expert_map is not None and (expert_map.dtype != torch.int32 or expert_map.ndim != 1 or not expert_map.is_contiguous()):
-        raise FormatError(f"expert_map is {expert_map.dtype} {list(expert_map.shape)}; give contiguous int32 [global experts]")
     tensors = [t for t in (gate_up.data, down.data, ids, weights, out, expert_map) if t is not None]
     if any(t.device != x.device for t in tensors):
         raise FormatError(f"x is on {x.device}, other tensors on {sorted({str(t.device) for t in tensors})}; put all on one device")

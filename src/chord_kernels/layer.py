@@ -18,6 +18,7 @@ from .errors import FormatError, UnsupportedError
 from .formats import W4A16
 from .plan import layer_kernels, numerics_for
 from .progress import progress
+from .rows import check_routing
 from .weights import PackedWeight, check_layer
 
 
@@ -79,12 +80,7 @@ class MoELayer:
         """
         if x.ndim != 2 or x.shape[1] != self.hidden:
             raise FormatError(f"x is {list(x.shape)}; give [M, {self.hidden}]")
-        if topk_ids.ndim != 2 or topk_ids.shape != topk_weights.shape or topk_ids.shape[0] != x.shape[0]:
-            raise FormatError(
-                f"topk_ids is {list(topk_ids.shape)}, topk_weights {list(topk_weights.shape)}; both are [M, top_k] with M = {x.shape[0]}"
-            )
-        if topk_weights.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise FormatError(f"topk_weights is {topk_weights.dtype}; give float32 (or bfloat16, float16)")
+        check_routing(topk_ids, topk_weights, tokens=x.shape[0])
         if out is not None and (out.shape != x.shape or out.dtype != x.dtype or not out.is_contiguous()):
             raise FormatError(f"out is {out.dtype} {list(out.shape)}, strides {out.stride()}; give contiguous {x.dtype} {list(x.shape)}")
         tokens, top_k = topk_ids.shape

@@ -128,6 +128,22 @@ RowContract = IndexedRows | ContiguousRows | MaskedRows
 # it as will do.
 
 
+def check_routing(
+    topk_ids: Tensor, topk_weights: Tensor | None = None, expert_map: Tensor | None = None, *, tokens: int | None = None
+) -> None:
+    """Of a router's tables, what needs no device. tokens: that they must be of; None: any number. Raises FormatError."""
+    if topk_ids.ndim != 2 or topk_ids.dtype not in (torch.int32, torch.int64, torch.uint32):
+        raise FormatError(f"topk_ids is {topk_ids.dtype} {list(topk_ids.shape)}; give int32 (or int64, uint32) [M, top_k]")
+    if tokens is not None and topk_ids.shape[0] != tokens:
+        raise FormatError(f"topk_ids is {list(topk_ids.shape)}; give [M, top_k] with M = {tokens}")
+    if topk_weights is not None and topk_weights.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise FormatError(f"topk_weights is {topk_weights.dtype}; give float32 (or bfloat16, float16)")
+    if topk_weights is not None and topk_weights.shape != topk_ids.shape:
+        raise FormatError(f"topk_weights is {list(topk_weights.shape)}, topk_ids {list(topk_ids.shape)}; both are [M, top_k]")
+    if expert_map is not None and (expert_map.dtype != torch.int32 or expert_map.ndim != 1 or not expert_map.is_contiguous()):
+        raise FormatError(f"expert_map is {expert_map.dtype} {list(expert_map.shape)}; give contiguous int32 [global experts]")
+
+
 def int32_ids(ids: Tensor, known: int) -> Tensor:
     """As int32; what does not fit becomes -1, which is nobody's id either."""
     if ids.dtype == torch.uint32:
@@ -139,10 +155,7 @@ def int32_ids(ids: Tensor, known: int) -> Tensor:
 
 def local_experts(topk_ids: Tensor, num_experts: int, expert_map: Tensor | None = None) -> Tensor:
     """Expert ids [M, top_k] on this rank as int64; num_experts stands for 'none of ours' (negative, too large, remote)."""
-    if topk_ids.ndim != 2:
-        raise FormatError(f"topk_ids is {list(topk_ids.shape)}; give [M, top_k]")
-    if topk_ids.dtype not in (torch.int32, torch.int64, torch.uint32):
-        raise FormatError(f"topk_ids is {topk_ids.dtype}; give int32, int64 or uint32")
+    check_routing(topk_ids)
     ids = topk_ids.to(torch.int64)
     if expert_map is not None:
         known = (ids >= 0) & (ids < expert_map.numel())

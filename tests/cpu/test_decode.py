@@ -139,7 +139,8 @@ def test_what_is_not_computed_is_refused() -> None:
     for options, message in (
         ({"x": x[:, :32]}, r"bfloat16 \[B, 64\]"),
         ({"x": x.float()}, "float32"),
-        ({"topk_ids": ids.flatten()}, "both are"),
+        ({"topk_ids": ids.flatten()}, r"topk_ids is torch.int32 \[2\]"),
+        ({"topk_weights": weights[:1]}, "both are"),
         ({"topk_ids": ids.float()}, "topk_ids is torch.float32"),
         ({"topk_weights": weights.double()}, "topk_weights is torch.float64"),
         ({"down": gate_up}, "without it"),

@@ -34,7 +34,7 @@ def test_expert_map_and_nothing_to_do() -> None:
     [
         ({"values": torch.ones(1, 2, 12, dtype=torch.bfloat16)}, "multiple of 8"),
         ({"values": torch.ones(1, 2, 8)}, "bfloat16"),
-        ({"topk_ids": torch.zeros(1, 3, dtype=torch.int32)}, "topk_ids is"),
+        ({"topk_ids": torch.zeros(1, 3, dtype=torch.int32)}, "both are"),
         ({"topk_ids": torch.zeros(1, 2)}, "int32"),
         ({"topk_weights": torch.zeros(1, 2, dtype=torch.float64)}, "float32"),
         ({"expert_map": torch.zeros(3)}, "expert_map"),
