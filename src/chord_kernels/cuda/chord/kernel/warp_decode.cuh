@@ -60,7 +60,15 @@ struct DecodeStream {
     if (more) aim();
   }
 
-  // The first stages. What earlier kernels wrote is read only after `wait`; weights are on their way before.
+  // The first stages, one after the other: the first one's activations do not queue behind the weights of all.
+  __device__ __forceinline__ void begin() {
+#pragma unroll 1
+    for (int place = 0; place < Config::kStages - 1; ++place) {
+      fill<true, true>(place);
+      copy_async_commit();
+    }
+  }
+  // The same, of activations that are there after `wait`; weights are on their way before.
   template <class Wait>
   __device__ __forceinline__ void begin(const Wait& wait) {
     DecodeStream weights(*this);
@@ -111,7 +119,7 @@ __device__ __forceinline__ void warp_gate_up(const DecodeOperands& operands, con
   const int first_k = stages * warp / kWarps * Config::kKTiles, k_tiles = stages * (warp + 1) / kWarps * Config::kKTiles - first_k;
   GateUpUnits<Config> tasks(storage.common.groups, storage.units, operands.counter, operands.rows, stages / kWarps);
   DecodeStream<Config, GateUpUnits<Config>> stream(storage.common, operands, tasks, first_k, k_tiles, warp, lane);
-  stream.begin([] {});
+  stream.begin();
 
   for (int turn = 0; tasks.valid(); tasks.next(), ++turn) {
     tasks.draw();
