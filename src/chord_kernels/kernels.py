@@ -312,7 +312,7 @@ class WarpDecodePlan:
             "kStages": self.stages,
             "kThreads": self.threads,
             "kDraws": int(self.draws),
-            "kCtas": 16 // self.warps,  # that registers would suffice for: a thread has at most 128
+            "kCtas": self.ctas,
             "kSmemBytes": self.smem_bytes,
         }
 
