@@ -193,12 +193,12 @@ __device__ __forceinline__ void warp_down(const DecodeOperands& operands, const 
   // warp_gate_up, which lets this kernel start, has waited for what wrote the routing.
   storage.common.groups.begin(routing);
   storage.common.groups.find(routing);
-  for (int slot = threadIdx.x; slot < routing.tokens * routing.top_k; slot += Config::kThreads) storage.weights[slot] = routing.weights[slot];
 
   DownTasks<Config> tasks(storage.common.groups, operands.rows, warp);
   const int first_unit = tasks.unit, last_unit = tasks.end;
   DecodeStream<Config, DownTasks<Config>> stream(storage.common, operands, tasks, 0, operands.k_tiles, warp, lane);
-  stream.begin([] {
+  stream.begin([&] {
+    for (int slot = threadIdx.x; slot < routing.tokens * routing.top_k; slot += Config::kThreads) storage.weights[slot] = routing.weights[slot];
     grid_dependency_wait();
     grid_launch_dependents();
   });

@@ -32,12 +32,13 @@ struct DecodeGroups {
 
   // All threads of the CTA call begin(), which reads nothing that an earlier kernel wrote, and find().
   __device__ __forceinline__ void begin(const TokenRouting& routing) {
+    if (few(routing)) return;
     for (int expert = threadIdx.x; expert < routing.experts; expert += Config::kThreads) tokens_of[expert] = 0;
     __syncthreads();
   }
 
   __device__ __forceinline__ void find(const TokenRouting& routing) {
-    if (Config::kBatch <= Config::kTokens && routing.tokens * routing.top_k <= kWarpLanes) {
+    if (few(routing)) {
       if (threadIdx.x < kWarpLanes) find_by_warp(routing, threadIdx.x);
       __syncthreads();
     } else {
@@ -46,6 +47,10 @@ struct DecodeGroups {
   }
 
  private:
+  __device__ __forceinline__ static bool few(const TokenRouting& routing) {
+    return Config::kBatch <= Config::kTokens && routing.tokens * routing.top_k <= kWarpLanes;
+  }
+
   // Few slots, one a lane, and no expert with more than one group. Groups are in the order of their first slots.
   __device__ __forceinline__ void find_by_warp(const TokenRouting& routing, int lane) {
     const bool used = lane < routing.tokens * routing.top_k;
