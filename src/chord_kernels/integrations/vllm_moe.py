@@ -47,9 +47,8 @@ _WORD = 8  # INT4 codes of an int32
 
 
 def _few(tokens: int, top_k: int, experts: int) -> bool:
-    """Whether warp decode of a whole layer is faster than the engine's alignment, two products and a sum. It is for fewer batches than
-    with `MoELayer`'s slower alignment: 48 experts, 8 and 16 tokens, 229 and 305 us against 222 and 265 for the products alone; 384
-    experts, 16 and 32 tokens, 95 and 183 against 91 and 149. The rest is estimated at 12 us."""
+    """Whether warp decode of a whole layer is faster than alignment, two products and a sum: as measured at step 64 of docs/facts.md
+    (docs/decisions.md, D27)."""
     return warp_decodes(W4A16.name, tokens, top_k, experts) and (tokens <= 8 or (tokens <= 16 and 2 * tokens * top_k <= experts))
 
 
