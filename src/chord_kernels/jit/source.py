@@ -34,46 +34,44 @@ _GROUPED: tuple[Argument, ...] = (
     ("top_k", "chord::int32_t", ctypes.c_int32),
     ("num_experts", "chord::int32_t", ctypes.c_int32),
 )
-_WARP_DECODE: tuple[Argument, ...] = (
-    ("activations", "const chord::uint8_t* __restrict__", int),
-    ("weights", "const chord::uint8_t* __restrict__", int),
-    ("outputs", "chord::uint8_t* __restrict__", int),
-    ("counter", "chord::int32_t* __restrict__", int),
+# A router's tables and what they are of (schedule/token_routing.cuh).
+_ROUTER_TABLES: tuple[Argument, ...] = (
     ("ids", "const chord::int32_t* __restrict__", int),
     ("expert_map", "const chord::int32_t* __restrict__", int),
     ("routing_weights", "const float* __restrict__", int),
-    ("rows", "chord::int32_t", ctypes.c_int32),
-    ("k_tiles", "chord::int32_t", ctypes.c_int32),
+)
+_ROUTER_COUNTS: tuple[Argument, ...] = (
     ("tokens", "chord::int32_t", ctypes.c_int32),
     ("top_k", "chord::int32_t", ctypes.c_int32),
     ("experts", "chord::int32_t", ctypes.c_int32),
     ("map_size", "chord::int32_t", ctypes.c_int32),
 )
+_WARP_DECODE: tuple[Argument, ...] = (
+    ("activations", "const chord::uint8_t* __restrict__", int),
+    ("weights", "const chord::uint8_t* __restrict__", int),
+    ("outputs", "chord::uint8_t* __restrict__", int),
+    ("counter", "chord::int32_t* __restrict__", int),
+    *_ROUTER_TABLES,
+    ("rows", "chord::int32_t", ctypes.c_int32),
+    ("k_tiles", "chord::int32_t", ctypes.c_int32),
+    *_ROUTER_COUNTS,
+)
 
 _WEIGHTED_SUM: tuple[Argument, ...] = (
     ("values", "const chord::uint8_t* __restrict__", int),
     ("outputs", "chord::uint8_t* __restrict__", int),
-    ("ids", "const chord::int32_t* __restrict__", int),
-    ("expert_map", "const chord::int32_t* __restrict__", int),
-    ("routing_weights", "const float* __restrict__", int),
+    *_ROUTER_TABLES,
     ("columns", "chord::int32_t", ctypes.c_int32),
-    ("tokens", "chord::int32_t", ctypes.c_int32),
-    ("top_k", "chord::int32_t", ctypes.c_int32),
-    ("experts", "chord::int32_t", ctypes.c_int32),
-    ("map_size", "chord::int32_t", ctypes.c_int32),
+    *_ROUTER_COUNTS,
 )
 
 _ALIGN: tuple[Argument, ...] = (
     ("sorted_ids", "chord::int32_t* __restrict__", int),
     ("expert_ids", "chord::int32_t* __restrict__", int),
     ("padded", "chord::int32_t* __restrict__", int),
-    ("ids", "const chord::int32_t* __restrict__", int),
-    ("expert_map", "const chord::int32_t* __restrict__", int),
+    *_ROUTER_TABLES[:2],
     ("block_rows", "chord::int32_t", ctypes.c_int32),
-    ("tokens", "chord::int32_t", ctypes.c_int32),
-    ("top_k", "chord::int32_t", ctypes.c_int32),
-    ("experts", "chord::int32_t", ctypes.c_int32),
-    ("map_size", "chord::int32_t", ctypes.c_int32),
+    *_ROUTER_COUNTS,
 )
 
 _PACK: tuple[Argument, ...] = (
