@@ -26,7 +26,7 @@ WARP_DECODE_PRODUCTS = ("gate_up", "down")
 WARP_DECODE_ROWS_PER_EXPERT = 3.0
 WARP_DECODE_SLOTS = 256  # of this rank
 _IN_FLIGHT = 40 << 10  # bytes of weights an SM; with more, copies hold up the loads from shared memory that they share a path with
-_DRAWN_UNITS = 16  # a CTA's of gate/up, from which on they are drawn: levels their ends, and costs up to 0.9 us
+_DRAWN_STAGES = 40  # a CTA's of gate/up, from which on its units are drawn: levels their ends, and costs up to 0.9 us
 _SHORT_K = 512  # of INT4 down
 
 
@@ -81,24 +81,25 @@ def warp_decode_plan(
     A warp has several k-tiles or blocks at once, so that one's loads and products fill the other's waits. INT4 blocks lie four to a tile;
     gate/up takes them by two where that many tiles would leave SMs idle. MXFP8 ones are two in gate/up, or four beyond 16 tokens, where
     they share its activations, and in down, which has few rows, one, or two where that leaves no SM idle. Where a group's part of down is
-    no more than a stage or two, 16 warps take twice as many groups at once.
+    no more than a stage or two, 16 warps take twice as many groups at once, if there are as many; its ring is no longer than that part.
     """
     batch = next(b for b in WARP_DECODE_BATCHES if tokens <= b)
     slots = 8 if top_k <= 8 else MOST_TOP_K
     k = hidden if product == "gate_up" else intermediate
     warps = 8
     if format_name == "w4a16":
-        warps, k_tiles = (16, 1) if intermediate <= _SHORT_K else (8, 2)
+        warps, k_tiles = (16, 1) if intermediate <= _SHORT_K and batch * slots >= 16 else (8, 2)
         few = batch * slots * 2 * intermediate // TILE_ROWS <= sm_count // 2
         blocks = 2 if few and product == "gate_up" else 4
     elif product == "gate_up":
-        blocks, k_tiles = (2, 4) if batch <= 16 else (4, 2)
+        blocks, k_tiles = (2, 2 if batch <= 2 else 4) if batch <= 16 else (4, 2)
     else:
         blocks, k_tiles = (2, 2) if batch > 16 and 5 * (hidden // 32) >= 4 * sm_count else (1, 4)
     sharing = warps if product == "gate_up" else 1  # warps that share K
     while k_tiles > 1 and (k // TILE_K % k_tiles or k // TILE_K < k_tiles * sharing):
         k_tiles //= 2
     units = min(experts, batch * slots) * (intermediate // 8 // blocks)
+    turns = units * (k // TILE_K // (sharing * k_tiles))  # of the warps' rings
     widest = WarpDecodePlan(
         arch=arch,
         product=product,
@@ -109,12 +110,13 @@ def warp_decode_plan(
         blocks=blocks,
         k_tiles=k_tiles,
         stages=LEAST_DECODE_STAGES,
-        tokens=max(2, min(batch, 8 if batch > 16 else 4)),
+        tokens=max(2, min(batch, 8 if 2 * batch * slots >= experts else 4)),
         warps=warps,
-        draws=product == "gate_up" and units >= _DRAWN_UNITS * sm_count,
+        draws=product == "gate_up" and turns >= _DRAWN_STAGES * sm_count,
     )
     plan = next(plan for plan in _narrower(widest) if plan.why_illegal() is None)
-    for stages in range(1 + -(-_IN_FLIGHT // (plan.warps * plan.weight_bytes)), LEAST_DECODE_STAGES, -1):
+    most = 1 + -(-_IN_FLIGHT // (plan.warps * plan.weight_bytes))
+    for stages in range(min(most, k // TILE_K // plan.k_tiles), LEAST_DECODE_STAGES, -1):
         if (longer := replace(plan, stages=stages)).why_illegal() is None:
             return longer
     return plan

@@ -190,13 +190,23 @@ def test_every_plan_is_legal_and_warmed_up(arch: str) -> None:
 
 
 def test_many_units_are_drawn() -> None:
-    def draws(tokens: int, product: str = "gate_up", experts: int = 128) -> bool:
-        sizes = {"tokens": tokens, "top_k": 8, "experts": experts, "hidden": 2048, "intermediate": 768}
+    def draws(tokens: int, product: str = "gate_up", experts: int = 128, hidden: int = 2048) -> bool:
+        sizes = {"tokens": tokens, "top_k": 8, "experts": experts, "hidden": hidden, "intermediate": 768}
         return warp_decode_plan(product, "mxfp8", arch="sm_90a", sm_count=132, **sizes).draws
 
-    assert [draws(tokens) for tokens in (1, 4, 8, 64)] == [False, False, True, True]
+    assert [draws(tokens) for tokens in (1, 8, 16, 64)] == [False, False, True, True]
+    assert draws(8, hidden=4096)
     assert not draws(64, experts=8)
     assert not draws(64, product="down")
+
+
+def test_columns_of_a_group_follow_rows_an_expert() -> None:
+    def columns(tokens: int, experts: int) -> int:
+        sizes = {"tokens": tokens, "top_k": 8, "experts": experts, "hidden": 7168, "intermediate": 256}
+        return warp_decode_plan("down", "w4a16", arch="sm_90a", sm_count=132, **sizes).tokens
+
+    assert [columns(tokens, 48) for tokens in (1, 2, 4, 8)] == [2, 2, 4, 8]
+    assert [columns(tokens, 384) for tokens in (8, 16, 32)] == [4, 4, 8]
 
 
 def test_the_crossover() -> None:

@@ -136,11 +136,11 @@ def test_graph_replays_follow_their_inputs(format_name: str, tokens: int) -> Non
 
 def test_any_number_of_units_where_they_are_drawn() -> None:
     """As many as SMs and fewer, and none: the counter that they are drawn from is 0 for the next launch."""
-    pair = layer("mxfp8", 128, 1024, 768)
-    x, weights = tokens_of(64, 1024), torch.rand((64, 8), device="cuda")
+    pair = layer("mxfp8", 128, 2048, 768)
+    x, weights = tokens_of(64, 2048), torch.rand((64, 8), device="cuda")
     every = random_ids(64, 128, 8, device="cuda")
     assert warp_decode_plan(
-        "gate_up", "mxfp8", arch="sm_90a", sm_count=132, tokens=64, top_k=8, experts=128, hidden=1024, intermediate=768
+        "gate_up", "mxfp8", arch="sm_90a", sm_count=132, tokens=64, top_k=8, experts=128, hidden=2048, intermediate=768
     ).draws
     for slots in (512, 0, 1, 9, 512, 20, 64, 512):
         ids = torch.where(torch.arange(512, device="cuda").view(64, 8) < slots, every, -1)

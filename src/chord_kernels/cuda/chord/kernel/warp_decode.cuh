@@ -38,6 +38,7 @@ struct DecodeStream {
   int lane;
   int at = 0;  // the stage to be added next
   bool more;
+  bool refill = true;  // the place before it; false: all are on their way
 
   __device__ __forceinline__ DecodeStream(DecodeStorage<Config>& storage, const DecodeOperands& o, const Tasks& tasks, int k, int k_tiles, int warp, int l)
       : operands(o), ahead(tasks), ring(shared_address(storage.stages[warp])), first_k(k), stages(k_tiles / Config::kKTiles), lane(l) {
@@ -68,18 +69,21 @@ struct DecodeStream {
       copy_async_commit();
     }
   }
-  // The same, of activations that are there after `wait`; weights are on their way before.
+  // The same, of activations that are there after `wait`; weights are on their way before, for `all` of them the last place's too. Activations
+  // queue behind them, so that few stages would all be added after the last byte has come.
   template <class Wait>
-  __device__ __forceinline__ void begin(const Wait& wait) {
+  __device__ __forceinline__ void begin(bool all, const Wait& wait) {
     DecodeStream weights(*this);
 #pragma unroll 1
-    for (int place = 0; place < Config::kStages - 1; ++place) weights.template fill<true, false>(place);
+    for (int place = 0; place < Config::kStages - !all; ++place) weights.template fill<true, false>(place);
     wait();
 #pragma unroll 1
     for (int place = 0; place < Config::kStages - 1; ++place) {
       fill<false, true>(place);
       copy_async_commit();
     }
+    if (all) fill<false, true>(Config::kStages - 1);  // add() commits it
+    refill = !all;
   }
 
   // Adds a task's stages, in order.
@@ -88,7 +92,8 @@ struct DecodeStream {
     for (int stage = 0; stage < stages; ++stage) {
       copy_async_wait<Config::kStages - 2>();
       __syncwarp();
-      fill<true, true>(at == 0 ? Config::kStages - 1 : at - 1);  // whose sums are made
+      if (refill) fill<true, true>(at == 0 ? Config::kStages - 1 : at - 1);  // whose sums are made
+      refill = true;
       copy_async_commit();
       sums.add(ring + at * DecodeStage<Config>::kBytes, rows, lane);
       at = at + 1 == Config::kStages ? 0 : at + 1;
@@ -168,6 +173,7 @@ struct DownTasks {
     unit = mine.first, end = mine.last;
   }
   __device__ __forceinline__ bool valid() const { return unit < end && warp < groups.count; }
+  __device__ __forceinline__ int left() const { return (end - unit) * ((groups.count - warp + kDecodeWarps<Config> - 1) / kDecodeWarps<Config>); }  // at a unit's start
   __device__ __forceinline__ void next() {
     index += kDecodeWarps<Config>;
     if (index >= groups.count) index = warp, ++unit;
@@ -197,7 +203,9 @@ __device__ __forceinline__ void warp_down(const DecodeOperands& operands, const 
   DownTasks<Config> tasks(storage.common.groups, operands.rows, warp);
   const int first_unit = tasks.unit, last_unit = tasks.end;
   DecodeStream<Config, DownTasks<Config>> stream(storage.common, operands, tasks, 0, operands.k_tiles, warp, lane);
-  stream.begin([&] {
+  // INT4 groups of a short K are slower with it, others no faster.
+  const bool many = Config::kFormat == Format::kMxfp8 && tasks.left() * stream.stages > 2 * Config::kStages;
+  stream.begin(many, [&] {
     for (int slot = threadIdx.x; slot < routing.tokens * routing.top_k; slot += Config::kThreads) storage.weights[slot] = routing.weights[slot];
     grid_dependency_wait();
     grid_launch_dependents();
