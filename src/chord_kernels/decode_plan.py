@@ -99,7 +99,7 @@ def warp_decode_plan(
     while k_tiles > 1 and (k // TILE_K % k_tiles or k // TILE_K < k_tiles * sharing):
         k_tiles //= 2
     units = min(experts, batch * slots) * (intermediate // 8 // blocks)
-    turns = units * (k // TILE_K // (sharing * k_tiles))  # of the warps' rings
+    turns = units * max(1, k // TILE_K // (sharing * k_tiles))  # of the warps' rings
     widest = WarpDecodePlan(
         arch=arch,
         product=product,

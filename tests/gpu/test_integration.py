@@ -97,9 +97,9 @@ class _Drawn:
         return lambda out: chord.indexed(x, weight, routing, out=out)
 
     def _layer(self, seed: int) -> Callable[[torch.Tensor | None], torch.Tensor]:
-        pair = random_weight(64, 3072, 256, paired=True, device="cuda", seed=seed), random_weight(64, 256, 1536, device="cuda", seed=seed)
-        x, ids = torch.randn((64, 256), device="cuda").to(torch.bfloat16), random_ids(64, 64, 8, device="cuda", seed=seed)
-        sizes = {"tokens": 64, "top_k": 8, "experts": 64, "hidden": 256, "intermediate": 1536}
+        pair = random_weight(128, 3072, 256, paired=True, device="cuda", seed=seed), random_weight(128, 256, 1536, device="cuda", seed=seed)
+        x, ids = torch.randn((64, 256), device="cuda").to(torch.bfloat16), random_ids(64, 128, 8, device="cuda", seed=seed)
+        sizes = {"tokens": 64, "top_k": 8, "experts": 128, "hidden": 256, "intermediate": 1536}
         assert warp_decode_plan("gate_up", "w4a16", arch="sm_90a", sm_count=132, **sizes).draws
         return lambda out: chord.warp_decode(x, *pair, ids, torch.ones((64, 8), device="cuda"), out=out)
 
