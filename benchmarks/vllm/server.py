@@ -43,7 +43,8 @@ def main() -> None:
         "4096",
         *arguments,
     ]
-    server = subprocess.Popen(command, env=os.environ | {"CHORD_VLLM": "on", "VLLM_NO_USAGE_STATS": "1"})
+    environment = {"VLLM_USE_FLASHINFER_SAMPLER": "0"} | os.environ | {"CHORD_VLLM": "on", "VLLM_NO_USAGE_STATS": "1"}
+    server = subprocess.Popen(command, env=environment)
     try:
         start = time.monotonic()
         while not healthy():

@@ -88,7 +88,7 @@ def test_the_table_of_routings_is_the_result_file() -> None:
     pattern = r"^\| ([\w-]+) \| (\d+) \| (zipf|same) \| ([\d.]+) \| [\d.]+ \| [\d.]+ \| ([\d.]+) \| [\d.]+ \| ([\d.]+) \|$"
     shown = re.findall(pattern, (ROOT / "docs" / "performance.md").read_text(), re.MULTILINE)
     measured = {(row["case"], row["tokens"], row["routing"]): row for row in RESULT_ROWS if row.get("layer") == "warp-decode"}
-    assert len(shown) == 22
+    assert len(shown) == 24
     for case, tokens, routing, experts, us, path in shown:
         row = measured[case, int(tokens), routing]
         assert float(experts) == row["distinct_experts"]
