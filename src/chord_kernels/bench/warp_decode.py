@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warp decode: a whole layer for a small batch, over several layers with weights and routing of their own, in one CUDA graph."""
+"""Warp decode: a whole layer for a small batch, over several layers with routing and memory of their own, in one CUDA graph."""
 
 from __future__ import annotations
 
