@@ -32,6 +32,7 @@ def recorded_sources() -> list[Path]:
         "weights.py",
         "rows.py",
         "kernels.py",
+        "plain_kernels.py",
         "decode_plan.py",
         "plan.py",
         "ops.py",

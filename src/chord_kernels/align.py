@@ -6,11 +6,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .kernels import MOST_ALIGNED_EXPERTS
-from .ops import device_arch
+from .ops import device_arch, has_kernels
 from .ops import library as _library
-from .plan import ARCHITECTURES, align_plan
-from .rows import IndexedRows, align_indexed, check_routing, expected_rows, int32_ids, padded_capacity
+from .plain_kernels import MOST_ALIGNED_EXPERTS
+from .plan import align_plan
+from .rows import IndexedRows, align_indexed, check_routing, expected_rows, int32_ids, padded_capacity, router_arguments
 
 _library.define(
     "align_rows(Tensor topk_ids, Tensor? expert_map, int experts, int block_rows, Tensor(a!) sorted_ids, Tensor(b!) expert_ids, "
@@ -25,7 +25,7 @@ def align_rows(topk_ids: Tensor, experts: int, block_rows: int, expert_map: Tens
     -1. CUDA-graph capturable, a programmatic dependent launch. Raises FormatError, CompileError.
     """
     check_routing(topk_ids, expert_map=expert_map)
-    if not _on_gpu(topk_ids, experts):
+    if not (has_kernels(topk_ids.device) and 1 <= experts <= MOST_ALIGNED_EXPERTS):
         return align_indexed(topk_ids, experts, block_rows, expert_map)
     ids = int32_ids(topk_ids, experts if expert_map is None else expert_map.numel())
     capacity = padded_capacity(ids.numel(), experts, block_rows)
@@ -36,24 +36,18 @@ def align_rows(topk_ids: Tensor, experts: int, block_rows: int, expert_map: Tens
     return IndexedRows(sorted_ids, expert_ids, padded, ids.shape[1], block_rows, expected_rows(ids.numel(), experts, expert_map))
 
 
-def _on_gpu(ids: Tensor, experts: int) -> bool:
-    return ids.device.type == "cuda" and 1 <= experts <= MOST_ALIGNED_EXPERTS and device_arch(ids.device.index)[0] in ARCHITECTURES
-
-
 def _align_rows_cuda(
     ids: Tensor, expert_map: Tensor | None, experts: int, block_rows: int, sorted_ids: Tensor, expert_ids: Tensor, padded: Tensor
 ) -> None:
     from .jit.launch import load
 
     index = ids.device.index
-    tokens, top_k = ids.shape
     with torch.cuda.device(index):
         kernel = load(align_plan(device_arch(index)[0], experts), index, capturing=torch.cuda.is_current_stream_capturing)
-        addresses = (sorted_ids.data_ptr(), expert_ids.data_ptr(), padded.data_ptr(), ids.data_ptr())
-        table = 0 if expert_map is None else expert_map.data_ptr()
-        known = experts if expert_map is None else expert_map.numel()
+        (*tables, _), counts = router_arguments(ids, expert_map, None, experts)
+        addresses = (sorted_ids.data_ptr(), expert_ids.data_ptr(), padded.data_ptr(), *tables)
         stream = torch.cuda.current_stream(index).cuda_stream
-        kernel.launch(stream, 1, (*addresses, table, block_rows, tokens, top_k, experts, known), dependent=True)
+        kernel.launch(stream, 1, (*addresses, block_rows, *counts), dependent=True)
 
 
 _library.impl("align_rows", _align_rows_cuda, "CUDA")

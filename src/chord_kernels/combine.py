@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from .errors import FormatError, UnsupportedError
-from .kernels import ARCHITECTURES, WeightedSumPlan
-from .ops import device_arch
+from .kernels import ARCHITECTURES
+from .ops import device_arch, has_kernels
 from .ops import library as _library
-from .rows import check_routing, int32_ids, local_experts
+from .plain_kernels import WeightedSumPlan
+from .rows import check_routing, int32_ids, local_experts, router_arguments
 
 _library.define("weighted_sum(Tensor values, Tensor topk_ids, Tensor topk_weights, int experts, Tensor? expert_map, Tensor(a!) out) -> ()")
 _AT_ONCE = 256 << 20  # bytes of FP32 products that the sum on CPU holds
@@ -56,7 +57,8 @@ def weighted_sum(
         raise FormatError(
             f"values is on {values.device}, other tensors on {sorted({str(t.device) for t in tensors})}; put all on one device"
         )
-    if values.device.type == "cuda" and (arch := device_arch(values.device.index)[0]) not in ARCHITECTURES:
+    if values.device.type == "cuda" and not has_kernels(values.device):
+        arch = device_arch(values.device.index)[0]
         raise UnsupportedError(f"architecture {arch} has no kernel here; supported: {', '.join(ARCHITECTURES)}")
     if tokens and hidden:
         known = experts if expert_map is None else expert_map.numel()
@@ -67,14 +69,13 @@ def weighted_sum(
 def _weighted_sum_cuda(values: Tensor, ids: Tensor, weights: Tensor, experts: int, expert_map: Tensor | None, out: Tensor) -> None:
     from .jit.launch import load
 
-    tokens, top_k, hidden = values.shape
+    tokens, hidden = values.shape[0], values.shape[2]
     index = values.device.index
     plan = WeightedSumPlan(device_arch(index)[0])
     grid = tokens * -(-hidden // (_COLUMNS * plan.threads))
     with torch.cuda.device(index):
         kernel = load(plan, index, capturing=torch.cuda.is_current_stream_capturing)
-        tables = (ids.data_ptr(), 0 if expert_map is None else expert_map.data_ptr(), weights.data_ptr())
-        counts = (tokens, top_k, experts, experts if expert_map is None else expert_map.numel())
+        tables, counts = router_arguments(ids, expert_map, weights, experts)
         stream = torch.cuda.current_stream(index).cuda_stream
         kernel.launch(stream, grid, (values.data_ptr(), out.data_ptr(), *tables, hidden, *counts), dependent=True)
 

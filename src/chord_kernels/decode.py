@@ -12,7 +12,7 @@ from .errors import FormatError, UnsupportedError
 from .formats import FORMATS
 from .ops import device_arch
 from .ops import library as _library
-from .rows import check_routing, int32_ids
+from .rows import check_routing, int32_ids, router_arguments
 from .weights import PackedWeight, check_layer
 
 _library.define(
@@ -101,8 +101,7 @@ def _warp_decode_cuda(
     index, capturing = x.device.index, torch.cuda.is_current_stream_capturing
     with torch.cuda.device(index):
         stream = torch.cuda.current_stream(index).cuda_stream
-        routing = (ids.data_ptr(), 0 if expert_map is None else expert_map.data_ptr(), weights.data_ptr())
-        counts = (tokens, top_k, experts, experts if expert_map is None else expert_map.numel())
+        routing, counts = router_arguments(ids, expert_map, weights, experts)
         sizes = {"tokens": tokens, "top_k": top_k, "experts": experts, "hidden": x.shape[1], "intermediate": intermediate}
         first, second = (warp_decode_plan(product, format_name, arch=arch, sm_count=sm_count, **sizes) for product in WARP_DECODE_PRODUCTS)
         down_shape = (down.shape[1] * form.tile_rows // 16, down.shape[2])  # 16-row blocks, k-tiles

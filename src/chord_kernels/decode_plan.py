@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from .kernels import (
     ARCHITECTURES,
@@ -28,6 +28,8 @@ WARP_DECODE_SLOTS = 256  # of this rank
 _IN_FLIGHT = 40 << 10  # bytes of weights an SM; with more, copies hold up the loads from shared memory that they share a path with
 _DRAWN_STAGES = 40  # a CTA's of gate/up, from which on its units are drawn: levels their ends, and costs up to 0.9 us
 _SHORT_K = 512  # of INT4 down
+_BESIDE_BYTES = 600 << 10  # of a layer, an SM: up to here waiting between the products costs more than rings in half the memory
+_ARRIVAL_BYTES = 136 << 10  # that an SM reads from when down is called until its first weights are asked for, 4 us
 
 
 def why_not_warp_decode(arch: str, format_name: str, tokens: int, top_k: int, experts: int, hidden: int, intermediate: int) -> str | None:
@@ -82,41 +84,103 @@ def warp_decode_plan(
     gate/up takes them by two where that many tiles would leave SMs idle. MXFP8 ones are two in gate/up, or four beyond 16 tokens, where
     they share its activations, and in down, which has few rows, one, or two where that leaves no SM idle. Where a group's part of down is
     no more than a stage or two, 16 warps take twice as many groups at once, if there are as many; its ring is no longer than that part.
+
+    Where an SM has few bytes of a layer, down's CTAs come beside gate/up's before these end, each with a part of the shared memory.
     """
-    batch = next(b for b in WARP_DECODE_BATCHES if tokens <= b)
-    slots = 8 if top_k <= 8 else MOST_TOP_K
-    k = hidden if product == "gate_up" else intermediate
-    warps = 8
-    if format_name == "w4a16":
-        warps, k_tiles = (16, 1) if intermediate <= _SHORT_K and batch * slots >= 16 else (8, 2)
-        few = batch * slots * 2 * intermediate // TILE_ROWS <= sm_count // 2
-        blocks = 2 if few and product == "gate_up" else 4
-    elif product == "gate_up":
-        blocks, k_tiles = (2, 2 if batch <= 2 else 4) if batch <= 16 else (4, 2)
-    else:
-        blocks, k_tiles = (2, 2) if batch > 16 and 5 * (hidden // 32) >= 4 * sm_count else (1, 4)
-    sharing = warps if product == "gate_up" else 1  # warps that share K
-    while k_tiles > 1 and (k // TILE_K % k_tiles or k // TILE_K < k_tiles * sharing):
-        k_tiles //= 2
-    units = min(experts, batch * slots) * (intermediate // 8 // blocks)
-    turns = units * max(1, k // TILE_K // (sharing * k_tiles))  # of the warps' rings
-    widest = WarpDecodePlan(
-        arch=arch,
-        product=product,
-        format=format_name,
-        batch=batch,
-        top_k=slots,
-        experts=max(64, 1 << (experts - 1).bit_length()),
-        blocks=blocks,
-        k_tiles=k_tiles,
-        stages=LEAST_DECODE_STAGES,
-        tokens=max(2, min(batch, 8 if 2 * batch * slots >= experts else 4)),
-        warps=warps,
-        draws=product == "gate_up" and turns >= _DRAWN_STAGES * sm_count,
-    )
-    plan = next(plan for plan in _narrower(widest) if plan.why_illegal() is None)
-    most = 1 + -(-_IN_FLIGHT // (plan.warps * plan.weight_bytes))
-    for stages in range(min(most, k // TILE_K // plan.k_tiles), LEAST_DECODE_STAGES, -1):
+    shape = _Shape(format_name, arch, sm_count, next(b for b in WARP_DECODE_BATCHES if tokens <= b), top_k, experts, hidden, intermediate)
+    plans = shape.beside() or (shape.alone("gate_up"), shape.alone("down"))
+    return plans[WARP_DECODE_PRODUCTS.index(product)]
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What a layer's plans follow from."""
+
+    format_name: str
+    arch: str
+    sm_count: int
+    batch: int
+    top_k: int
+    experts: int
+    hidden: int
+    intermediate: int
+
+    @property
+    def slots(self) -> int:
+        return 8 if self.top_k <= 8 else MOST_TOP_K
+
+    def alone(self, product: str) -> WarpDecodePlan:
+        """The plan of a product that has its SMs for itself."""
+        warps = 8
+        if self.format_name == "w4a16":
+            short = self.intermediate <= _SHORT_K and self.batch * self.slots >= 16
+            warps, k_tiles = (16, 2 if product == "down" and self.batch <= 16 else 1) if short else (8, 2)
+            few = self.batch * self.slots * 2 * self.intermediate // TILE_ROWS <= self.sm_count // 2
+            blocks = 2 if few and product == "gate_up" else 4
+        elif product == "gate_up":
+            blocks, k_tiles = (2, 2 if self.batch <= 2 else 4) if self.batch <= 16 else (4, 2)
+        else:
+            blocks, k_tiles = (2, 2) if self.batch > 16 and 5 * (self.hidden // 32) >= 4 * self.sm_count else (1, 4)
+        plan = self._plan(product, blocks, k_tiles, warps)
+        if product == "gate_up" and self._units(plan) * self._stages(plan) >= _DRAWN_STAGES * self.sm_count:
+            plan = replace(plan, draws=True)
+        return _longest(plan, min(1 + _in_flight(plan), self._k(product) // TILE_K // plan.k_tiles))
+
+    def beside(self) -> tuple[WarpDecodePlan, WarpDecodePlan] | None:
+        """Plans of both products for an SM that they share; None where an SM has too many bytes to do with half the memory, or it does not
+        suffice."""
+        pairs = min(self.experts, self.batch * self.slots)
+        layer = 3 * pairs * (self.hidden // TILE_K) * (self.intermediate // 16) * BLOCK_BYTES[self.format_name]
+        if layer > _BESIDE_BYTES * self.sm_count:
+            return None
+        first = self._plan("gate_up", 2, 2, 8)
+        unit = first.blocks * (self.hidden // TILE_K) * BLOCK_BYTES[self.format_name]
+        first = replace(first, ctas=2, last_units=max(1, round(_ARRIVAL_BYTES / unit)), stages=max(LEAST_DECODE_STAGES, _in_flight(first)))
+        second = self._plan("down", *((4, 2) if self.format_name == "w4a16" else (1, 4)), 8)
+        second = _longest(replace(second, ctas=2), min(1 + _in_flight(second), self.intermediate // TILE_K // second.k_tiles))
+        return (first, second) if first.why_illegal() is None and first.fits_beside(second) else None
+
+    def _k(self, product: str) -> int:
+        return self.hidden if product == "gate_up" else self.intermediate
+
+    def _plan(self, product: str, blocks: int, k_tiles: int, warps: int) -> WarpDecodePlan:
+        """With as many blocks and k-tiles a stage as K and the shared memory have room for, and the shortest ring."""
+        k = self._k(product) // TILE_K // (warps if product == "gate_up" else 1)  # tiles of a warp
+        while k_tiles > 1 and (self._k(product) // TILE_K % k_tiles or k < k_tiles):
+            k_tiles //= 2
+        widest = WarpDecodePlan(
+            arch=self.arch,
+            product=product,
+            format=self.format_name,
+            batch=self.batch,
+            top_k=self.slots,
+            experts=max(64, 1 << (self.experts - 1).bit_length()),
+            blocks=blocks,
+            k_tiles=k_tiles,
+            stages=LEAST_DECODE_STAGES,
+            tokens=min(self.batch, 8 if 2 * self.batch * self.slots >= self.experts else 4),
+            warps=warps,
+            draws=False,
+        )
+        return next(plan for plan in _narrower(widest) if plan.why_illegal() is None)
+
+    def _units(self, plan: WarpDecodePlan) -> int:
+        """Of gate/up, with every pair an expert of its own."""
+        return min(self.experts, self.batch * self.slots) * (self.intermediate // 8 // plan.blocks)
+
+    def _stages(self, plan: WarpDecodePlan) -> int:
+        """A warp's of a unit of gate/up."""
+        return max(1, self.hidden // TILE_K // (plan.warps * plan.k_tiles))
+
+
+def _in_flight(plan: WarpDecodePlan) -> int:
+    """Stages that are on their way when _IN_FLIGHT bytes are."""
+    return -(-_IN_FLIGHT // (plan.warps * plan.weight_bytes))
+
+
+def _longest(plan: WarpDecodePlan, most: int) -> WarpDecodePlan:
+    """With the most stages, of up to `most`, that are legal."""
+    for stages in range(most, LEAST_DECODE_STAGES, -1):
         if (longer := replace(plan, stages=stages)).why_illegal() is None:
             return longer
     return plan
@@ -169,6 +233,8 @@ def explain_warp_decode(plan: WarpDecodePlan, *, tokens: int, top_k: int, expert
     if plan.product == "gate_up":
         lines.append(f"a unit is {plan.blocks * 16} paired rows of a group; the {plan.warps} warps of a CTA share its K")
         lines.append("units are many: a CTA draws its next from a counter" if plan.draws else "units are few: a CTA has a run of them")
+        if plan.ctas > 1:
+            lines.append(f"few bytes an SM: the CTAs of down come beside these when none has more than {plan.last_units} of its units left")
     else:
         lines.append(f"a unit is {plan.blocks * 16} outputs of all tokens; the {plan.warps} warps of a CTA take the groups in turn")
     lines.append(f"a warp has {plan.blocks} blocks of 16 weight rows x {plan.k_tiles * TILE_K} k at once, {plan.stages} stages of its own")

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
+from .plain_kernels import AlignPlan, PackPlan, WeightedSumPlan
+
 TILE_ARCHITECTURES = ("sm_90a",)  # with wgmma: the tile kernels beside the stream kernels
 ARCHITECTURES = (*TILE_ARCHITECTURES, "sm_100a", "sm_103a")
 TILE_ROWS = 64  # of the packed layout, formats.W4A16
@@ -27,7 +29,6 @@ MAX_STAGES = 8
 BLOCK_BYTES = {"w4a16": 576, "mxfp8": 1056}  # of 16 x 64 packed weights
 MOST_TOP_K = 16  # of warp decode
 MOST_EXPERTS = 1024
-MOST_ALIGNED_EXPERTS = 8192  # counts of so many fit the shared memory that needs no asking for
 LEAST_DECODE_STAGES = 2
 LEAST_PRODUCER_REGISTERS = 56
 
@@ -253,8 +254,9 @@ class WarpDecodePlan:
     tokens: int  # of a group, at most: the columns of an mma.sync
     warps: int
     draws: bool  # gate_up's CTAs draw their work from a counter
+    ctas: int = 1  # an SM: 2 where one of down comes beside one of gate_up
+    last_units: int = 0  # that no CTA of gate_up may have more of, for down's to come beside it
 
-    ctas: ClassVar[int] = 1  # an SM
     header: ClassVar[str] = "chord/kernel/warp_decode.cuh"
 
     @property
@@ -282,8 +284,13 @@ class WarpDecodePlan:
     @property
     def smem_bytes(self) -> int:
         """At least what the kernel needs, which it asserts, and more than half of an SM's: one that is free early must not get two CTAs
-        while others have none."""
+        of a product while others have none. Of two products beside each other that holds for down, and gate_up has what is left."""
+        if self.ctas > 1 and self.product == "gate_up":
+            return self._needed_bytes
         return max(self._needed_bytes, smem_limit(2) + 128)
+
+    def fits_beside(self, other: WarpDecodePlan) -> bool:
+        return self.smem_bytes + other.smem_bytes + 2 * CTA_SMEM <= SMEM_OF_SM
 
     @property
     def _needed_bytes(self) -> int:
@@ -297,7 +304,8 @@ class WarpDecodePlan:
     def name(self) -> str:
         return (
             f"warp_{self.product}_{self.format}_b{self.batch}x{self.top_k}_e{self.experts}_m{self.blocks}_k{self.k_tiles * TILE_K}"
-            f"_s{self.stages}_w{self.warps}_n{self.tokens}{'_drawn' if self.draws else ''}_{self.arch}"
+            f"_s{self.stages}_w{self.warps}_n{self.tokens}{'_drawn' if self.draws else ''}"
+            f"{f'_beside{self.last_units}' if self.ctas > 1 else ''}_{self.arch}"
         )
 
     def constants(self) -> dict[str, int]:
@@ -313,6 +321,7 @@ class WarpDecodePlan:
             "kThreads": self.threads,
             "kDraws": int(self.draws),
             "kCtas": self.ctas,
+            "kLastUnits": self.last_units,
             "kSmemBytes": self.smem_bytes,
         }
 
@@ -326,75 +335,11 @@ class WarpDecodePlan:
             return f"{self.stages} stages; a ring needs {LEAST_DECODE_STAGES}"
         if self.k_tiles * TOKEN_BYTES > 512:
             return f"{self.k_tiles} k-tiles a stage; a warp copies a row of up to 4 at once"
-        if self.smem_bytes > (limit := smem_limit(self.ctas)):
+        if self.ctas > 1 and self.draws:
+            return "units drawn from a counter; a CTA has to know how many it has left, for another to come beside it"
+        if self.smem_bytes > (limit := smem_limit(1)):
             return f"{self.smem_bytes} bytes of shared memory; a CTA has {limit}"
         return None
-
-
-@dataclass(frozen=True)
-class _PlainPlan:
-    """A kernel with nothing to choose but what its fields say."""
-
-    arch: str
-
-    ctas: ClassVar[int] = 1
-    draws: ClassVar[bool] = False
-    header: ClassVar[str]
-    function: ClassVar[str]
-    threads: ClassVar[int]
-    smem_bytes: ClassVar[int] = 0  # beyond what is static
-
-    @property
-    def name(self) -> str:
-        return f"{self.function}_{self.arch}"
-
-    def constants(self) -> dict[str, int]:
-        """The integers of its Config struct."""
-        return {"kThreads": self.threads, "kCtas": self.ctas}
-
-    def describe(self) -> dict[str, object]:
-        return {"name": self.name, **asdict(self), "threads": self.threads}
-
-    def why_illegal(self) -> str | None:
-        """Why the kernel could not be built with these fields; None where it can."""
-
-
-@dataclass(frozen=True)
-class WeightedSumPlan(_PlainPlan):
-    """The kernel that weighs and adds a token's rows (kernel/weighted_sum.cuh)."""
-
-    header: ClassVar[str] = "chord/kernel/weighted_sum.cuh"
-    function: ClassVar[str] = "weighted_sum"
-    threads: ClassVar[int] = 128
-
-
-@dataclass(frozen=True)
-class PackPlan(_PlainPlan):
-    """The kernel that packs INT4 weights of checkpoints (kernel/pack.cuh)."""
-
-    header: ClassVar[str] = "chord/kernel/pack.cuh"
-    function: ClassVar[str] = "pack_tiles"
-    threads: ClassVar[int] = 128
-
-
-@dataclass(frozen=True)
-class AlignPlan(_PlainPlan):
-    """The kernel that groups router ids by expert (kernel/align.cuh)."""
-
-    experts: int  # at most
-    header: ClassVar[str] = "chord/kernel/align.cuh"
-    function: ClassVar[str] = "align_rows"
-    threads: ClassVar[int] = 1024
-
-    @property
-    def name(self) -> str:
-        return f"align_rows_e{self.experts}_{self.arch}"
-
-    def constants(self) -> dict[str, int]:
-        return {"kMostExperts": self.experts, **super().constants()}
-
-    def why_illegal(self) -> str | None:
-        return None if self.experts <= MOST_ALIGNED_EXPERTS else f"{self.experts} experts; alignment on a GPU has {MOST_ALIGNED_EXPERTS}"
 
 
 Plan = TilePlan | StreamPlan | WarpDecodePlan | WeightedSumPlan | AlignPlan | PackPlan

@@ -15,7 +15,7 @@ from torch import Tensor
 from . import reference, rows, settings
 from .errors import FormatError, UnsupportedError
 from .formats import W4A16
-from .kernels import Plan
+from .kernels import ARCHITECTURES, Plan
 from .plan import TILE_ARCHITECTURES, Problem, block_rows_for, make_plan, why_not
 from .rows import ContiguousRows, IndexedRows, MaskedRows, RowContract
 from .weights import PackedWeight
@@ -172,6 +172,11 @@ def device_arch(device: int) -> tuple[str, int]:
     """Kernel architecture (sm_90a for Hopper) and SM count of a CUDA device."""
     properties = torch.cuda.get_device_properties(device)
     return f"sm_{properties.major}{properties.minor}{'a' if properties.major >= 9 else ''}", properties.multi_processor_count
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether a kernel is compiled for this device."""
+    return device.type == "cuda" and device_arch(device.index)[0] in ARCHITECTURES
 
 
 def block_rows_on(device: torch.device, rows_per_expert: float) -> int:

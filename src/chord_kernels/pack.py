@@ -8,8 +8,8 @@ from torch import Tensor
 
 from .errors import FormatError
 from .formats import W4A16
-from .kernels import ARCHITECTURES, PackPlan
-from .ops import device_arch
+from .ops import device_arch, has_kernels
+from .plain_kernels import PackPlan
 from .weights import PackedWeight, pack_expert_into
 
 _FLOOR_BITS = int(torch.tensor(W4A16.scale_floor, dtype=torch.bfloat16).view(torch.int16))
@@ -31,15 +31,11 @@ def pack_experts_into(weight: PackedWeight, words: Tensor, scales: Tensor) -> No
         )
     if words.device != weight.device or scales.device != weight.device:
         raise FormatError(f"words are on {words.device}, scales on {scales.device}; put both on the weight's device, {weight.device}")
-    if not _on_gpu(weight.device):
+    if not has_kernels(weight.device):
         for expert in range(experts):
             pack_expert_into(weight, expert, words[expert], scales[expert])
         return
     W4A16.check_largest_scale(_launch(weight, words.contiguous(), W4A16.rounded_scales(scales).contiguous()))
-
-
-def _on_gpu(device: torch.device) -> bool:
-    return device.type == "cuda" and device_arch(device.index)[0] in ARCHITECTURES
 
 
 def _launch(weight: PackedWeight, words: Tensor, scales: Tensor) -> float:

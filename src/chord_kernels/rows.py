@@ -153,6 +153,15 @@ def int32_ids(ids: Tensor, known: int) -> Tensor:
     return ids.contiguous()
 
 
+def router_arguments(
+    ids: Tensor, expert_map: Tensor | None, weights: Tensor | None, experts: int
+) -> tuple[tuple[int, int, int], tuple[int, int, int, int]]:
+    """A router's int32 ids and its other tables as kernels take them: addresses (ids, expert_map, weights; 0: none), and counts (tokens,
+    top_k, experts of this rank, known ids)."""
+    addresses = (ids.data_ptr(), 0 if expert_map is None else expert_map.data_ptr(), 0 if weights is None else weights.data_ptr())
+    return addresses, (*ids.shape, experts, experts if expert_map is None else expert_map.numel())
+
+
 def local_experts(topk_ids: Tensor, num_experts: int, expert_map: Tensor | None = None) -> Tensor:
     """Expert ids [M, top_k] on this rank as int64; num_experts stands for 'none of ours' (negative, too large, remote)."""
     check_routing(topk_ids)

@@ -17,7 +17,7 @@ CUDA_LAYERS = ("arch", "tile", "schedule", "epilogue", "kernel")
 # Lower layers first; a module imports only from layers before its own, or from its own.
 PYTHON_LAYERS = (
     ("errors", "settings", "files", "progress"),
-    ("formats", "kernels"),
+    ("formats", "kernels", "plain_kernels"),
     ("checkpoint_formats",),
     ("decode_plan",),
     ("plan",),

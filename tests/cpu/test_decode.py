@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from chord_kernels.decode_plan import (
 )
 from chord_kernels.errors import FormatError, UnsupportedError
 from chord_kernels.formats import MXFP8
+from chord_kernels.kernels import WarpDecodePlan
 from chord_kernels.plan import ARCHITECTURES
 from chord_kernels.weights import PackedWeight
 
@@ -186,7 +188,25 @@ def test_every_plan_is_legal_and_warmed_up(arch: str) -> None:
             assert k // 64 % plan.k_tiles == 0
             rows = (2 * inter if product == "gate_up" else hidden) // 16
             assert rows % plan.blocks == 0
-            assert 2 * (plan.smem_bytes + 1024) > 228 * 1024
+            assert 2 * (plan.smem_bytes + 1024) > 228 * 1024 or (plan.ctas == 2 and product == "gate_up")
+            assert 65536 // (plan.threads * plan.ctas) >= 128  # registers
+
+
+def test_products_of_few_bytes_share_their_sms() -> None:
+    def pair(tokens: int, format_name: str = "mxfp8", hidden: int = 2048, inter: int = 768) -> list[WarpDecodePlan]:
+        sizes = {"tokens": tokens, "top_k": 8, "experts": 128, "hidden": hidden, "intermediate": inter}
+        return [warp_decode_plan(product, format_name, arch="sm_90a", sm_count=132, **sizes) for product in WARP_DECODE_PRODUCTS]
+
+    for tokens, inter in itertools.product((1, 2), (64, 256, 768)):
+        first, second = pair(tokens, inter=inter)
+        assert (first.ctas, second.ctas) == (2, 2)
+        assert first.fits_beside(second)
+        assert first.last_units >= 1
+    assert pair(1)[0].last_units == 2
+    assert pair(1, "w4a16", 7168, 256)[0].last_units == 1
+    assert [plan.ctas for tokens in (4, 64) for plan in pair(tokens)] == [1] * 4
+    assert [plan.ctas for plan in pair(1, hidden=4096, inter=1536)] == [1, 1]
+    assert "know how many" in str(replace(pair(1)[0], draws=True).why_illegal())
 
 
 def test_many_units_are_drawn() -> None:
@@ -205,7 +225,7 @@ def test_columns_of_a_group_follow_rows_an_expert() -> None:
         sizes = {"tokens": tokens, "top_k": 8, "experts": experts, "hidden": 7168, "intermediate": 256}
         return warp_decode_plan("down", "w4a16", arch="sm_90a", sm_count=132, **sizes).tokens
 
-    assert [columns(tokens, 48) for tokens in (1, 2, 4, 8)] == [2, 2, 4, 8]
+    assert [columns(tokens, 48) for tokens in (1, 2, 4, 8)] == [1, 2, 4, 8]
     assert [columns(tokens, 384) for tokens in (8, 16, 32)] == [4, 4, 8]
 
 

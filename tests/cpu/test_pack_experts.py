@@ -9,8 +9,8 @@ import torch
 import chord_kernels as chord
 from chord_kernels.errors import FormatError
 from chord_kernels.formats import MXFP8, W4A16
-from chord_kernels.kernels import PackPlan
 from chord_kernels.pack import _FLOOR_BITS, pack_experts_into
+from chord_kernels.plain_kernels import PackPlan
 from chord_kernels.plan import layer_kernels
 from chord_kernels.weights import empty_weight
 

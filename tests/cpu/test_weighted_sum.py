@@ -8,7 +8,7 @@ import torch
 
 import chord_kernels as chord
 from chord_kernels.errors import FormatError
-from chord_kernels.kernels import WeightedSumPlan
+from chord_kernels.plain_kernels import WeightedSumPlan
 from chord_kernels.plan import layer_kernels
 
 

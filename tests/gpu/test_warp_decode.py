@@ -73,10 +73,12 @@ def test_accuracy_to_fp64_without_any_rounding(format_name: str, tokens: int) ->
 
 
 @pytest.mark.parametrize("format_name", FORMATS)
-def test_all_tokens_of_the_same_experts(format_name: str) -> None:
-    pair = layer(format_name, 16, 512, 192)
-    x, weights = tokens_of(64, 512), torch.rand((64, 4), device="cuda")
-    ids = torch.tensor([3, 9, 0, 15], dtype=torch.int32, device="cuda").repeat(64, 1)
+@pytest.mark.parametrize(("tokens", "experts"), [(2, 16), (8, 200), (64, 16)])
+def test_all_tokens_of_the_same_experts(format_name: str, tokens: int, experts: int) -> None:
+    """With 200 experts groups have four tokens: an expert of eight has two."""
+    pair = layer(format_name, experts, 512, 192)
+    x, weights = tokens_of(tokens, 512), torch.rand((tokens, 4), device="cuda")
+    ids = torch.tensor([3, 9, 0, 15], dtype=torch.int32, device="cuda").repeat(tokens, 1)
     assert reference.relative_error(compute(x, pair, ids, weights), truth(x, pair, ids, weights)) < 2.3e-3
 
 
@@ -115,7 +117,7 @@ def test_a_token_alone_is_bitwise_the_token_among_others(format_name: str) -> No
 
 
 @pytest.mark.parametrize("format_name", FORMATS)
-@pytest.mark.parametrize("tokens", [1, 4, 24])
+@pytest.mark.parametrize("tokens", [1, 2, 4, 8, 24])
 def test_graph_replays_follow_their_inputs(format_name: str, tokens: int) -> None:
     pair = layer(format_name, 32, 1024, 256)
     x, ids, weights = tokens_of(tokens, 1024), random_ids(tokens, 32, 4, device="cuda"), torch.rand((tokens, 4), device="cuda")
@@ -132,6 +134,28 @@ def test_graph_replays_follow_their_inputs(format_name: str, tokens: int) -> Non
         out.fill_(float("nan"))
         graph.replay()
         assert reference.relative_error(out, truth(x, pair, ids, weights)) < 2.5e-3
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize(("format_name", "experts", "hidden", "inter"), [("mxfp8", 128, 2048, 768), ("w4a16", 96, 7168, 256)])
+def test_products_beside_each_other(format_name: str, experts: int, hidden: int, inter: int, tokens: int) -> None:
+    """Layer after layer on two streams at once, each with hidden rows, ids and outputs of its own."""
+    sizes = {"tokens": tokens, "top_k": 8, "experts": experts, "hidden": hidden, "intermediate": inter}
+    assert warp_decode_plan("down", format_name, arch="sm_90a", sm_count=132, **sizes).ctas == 2
+    pair = layer(format_name, experts, hidden, inter)
+    weights = torch.rand((tokens, 8), device="cuda")
+    batches = [(tokens_of(tokens, hidden) * scale, random_ids(tokens, experts, 8, device="cuda", seed=scale)) for scale in range(1, 9)]
+    outs = [torch.full_like(x, float("nan")) for x, _ in batches]
+    chord.warp_decode(batches[0][0], *pair, batches[0][1], weights)
+    torch.cuda.synchronize()
+    streams = torch.cuda.Stream(), torch.cuda.Stream()
+    for _ in range(20):
+        for index, (out, (x, ids)) in enumerate(zip(outs, batches, strict=True)):
+            with torch.cuda.stream(streams[index % 2]):
+                chord.warp_decode(x, *pair, ids, weights, out=out)
+    torch.cuda.synchronize()
+    for out, (x, ids) in zip(outs, batches, strict=True):
+        assert reference.relative_error(out, truth(x, pair, ids, weights)) < 2.3e-3
 
 
 def test_any_number_of_units_where_they_are_drawn() -> None:

@@ -26,10 +26,11 @@ struct alignas(128) DecodeStorage {
   DecodeGroups<Config> groups;
 };
 
-// A warp's way through its tasks: every task has the same number of stages, and the copies are kStages - 1 stages ahead of the sums.
-// Tasks: valid(), next(), task(), group(), row_of(i).
-template <class Config, class Tasks>
+// A warp's way through its tasks: every task has the same number of stages, and the copies are kStages - 1 stages ahead of the sums; kStages
+// where kWhole says so, for which a stage waits until its place was added. Tasks: valid(), next(), task(), group(), row_of(i).
+template <class Config, class Tasks, bool kWhole>
 struct DecodeStream {
+  static constexpr int kAhead = Config::kStages - !kWhole;
   const DecodeOperands& operands;
   Tasks ahead;  // of the copies
   DecodeSource<Config> source;
@@ -64,7 +65,7 @@ struct DecodeStream {
   // The first stages, one after the other: the first one's activations do not queue behind the weights of all.
   __device__ __forceinline__ void begin() {
 #pragma unroll 1
-    for (int place = 0; place < Config::kStages - 1; ++place) {
+    for (int place = 0; place < kAhead; ++place) {
       fill<true, true>(place);
       copy_async_commit();
     }
@@ -90,12 +91,19 @@ struct DecodeStream {
   __device__ __forceinline__ void add(DecodeSums<Config>& sums, int rows) {
 #pragma unroll 1
     for (int stage = 0; stage < stages; ++stage) {
-      copy_async_wait<Config::kStages - 2>();
+      copy_async_wait<kAhead - 1>();
       __syncwarp();
-      if (refill) fill<true, true>(at == 0 ? Config::kStages - 1 : at - 1);  // whose sums are made
-      refill = true;
-      copy_async_commit();
+      if constexpr (!kWhole) {
+        if (refill) fill<true, true>(at == 0 ? Config::kStages - 1 : at - 1);  // whose sums are made
+        refill = true;
+        copy_async_commit();
+      }
       sums.add(ring + at * DecodeStage<Config>::kBytes, rows, lane);
+      if constexpr (kWhole) {
+        __syncwarp();
+        fill<true, true>(at);
+        copy_async_commit();
+      }
       at = at + 1 == Config::kStages ? 0 : at + 1;
     }
   }
@@ -105,6 +113,7 @@ template <class Config>
 __device__ __forceinline__ void warp_gate_up(const DecodeOperands& operands, const TokenRouting& routing) {
   extern __shared__ __align__(128) uint8_t shared_memory[];
   constexpr int kWarps = kDecodeWarps<Config>;
+  constexpr bool kBeside = Config::kCtas > 1;  // down's CTAs come to this one's SM while it still has kLastUnits units to do
   struct Storage {
     DecodeStorage<Config> common;
     typename GateUpUnits<Config>::Storage units;
@@ -117,14 +126,14 @@ __device__ __forceinline__ void warp_gate_up(const DecodeOperands& operands, con
   routing.prefetch(threadIdx.x, Config::kThreads);
   storage.common.groups.begin(routing);
   grid_dependency_wait();  // ids and x
-  grid_launch_dependents();
   storage.common.groups.find(routing);
 
   const int stages = operands.k_tiles / Config::kKTiles;
   const int first_k = stages * warp / kWarps * Config::kKTiles, k_tiles = stages * (warp + 1) / kWarps * Config::kKTiles - first_k;
   GateUpUnits<Config> tasks(storage.common.groups, storage.units, operands.counter, operands.rows, stages / kWarps);
-  DecodeStream<Config, GateUpUnits<Config>> stream(storage.common, operands, tasks, first_k, k_tiles, warp, lane);
+  DecodeStream<Config, GateUpUnits<Config>, kBeside> stream(storage.common, operands, tasks, first_k, k_tiles, warp, lane);
   stream.begin();
+  if (!kBeside || tasks.has_at_most(Config::kLastUnits)) grid_launch_dependents();
 
   for (int turn = 0; tasks.valid(); tasks.next(), ++turn) {
     tasks.draw();
@@ -133,6 +142,7 @@ __device__ __forceinline__ void warp_gate_up(const DecodeOperands& operands, con
     DecodeSums<Config> sums;
     sums.clear();
     stream.add(sums, group.count);
+    if (kBeside && tasks.has_at_most(Config::kLastUnits + 1)) grid_launch_dependents();
 #pragma unroll
     for (int block = 0; block < Config::kBlocks; ++block)
       storage.parts[turn % 2][warp][block][lane] = {sums.value(block, 0), sums.value(block, 1), sums.value(block, 2), sums.value(block, 3)};
@@ -197,16 +207,25 @@ __device__ __forceinline__ void warp_down(const DecodeOperands& operands, const 
   const int lane = warp_lane(), warp = __shfl_sync(kFullMask, threadIdx.x / kWarpLanes, 0);
 
   // warp_gate_up, which lets this kernel start, has waited for what wrote the routing.
+  constexpr int kShare = (Config::kMostPairs + Config::kThreads - 1) / Config::kThreads;
+  float slot_weights[kShare];  // asked for beside the ids: behind the first stages they would come after them
+#pragma unroll
+  for (int i = 0; i < kShare; ++i) {
+    const int slot = threadIdx.x + i * Config::kThreads;
+    slot_weights[i] = slot < routing.tokens * routing.top_k ? routing.weights[slot] : 0.0f;
+  }
   storage.common.groups.begin(routing);
   storage.common.groups.find(routing);
+#pragma unroll
+  for (int i = 0; i < kShare; ++i)
+    if (const int slot = threadIdx.x + i * Config::kThreads; slot < Config::kMostPairs) storage.weights[slot] = slot_weights[i];
 
   DownTasks<Config> tasks(storage.common.groups, operands.rows, warp);
   const int first_unit = tasks.unit, last_unit = tasks.end;
-  DecodeStream<Config, DownTasks<Config>> stream(storage.common, operands, tasks, 0, operands.k_tiles, warp, lane);
+  DecodeStream<Config, DownTasks<Config>, false> stream(storage.common, operands, tasks, 0, operands.k_tiles, warp, lane);
   // INT4 groups of a short K are slower with it, others no faster.
   const bool many = Config::kFormat == Format::kMxfp8 && tasks.left() * stream.stages > 2 * Config::kStages;
-  stream.begin(many, [&] {
-    for (int slot = threadIdx.x; slot < routing.tokens * routing.top_k; slot += Config::kThreads) storage.weights[slot] = routing.weights[slot];
+  stream.begin(many, [] {
     grid_dependency_wait();
     grid_launch_dependents();
   });

@@ -23,7 +23,7 @@ static_assert(sizeof(DecodeGroup<8>) == 16);
 template <class Config>
 struct DecodeGroups {
   static constexpr int kPairs = Config::kMostPairs;
-  uint64_t tokens_of[Config::kMostExperts];  // a bit each, up to 64
+  uint64_t tokens_of[Config::kMostExperts];  // a bit each, up to 64; of few slots, the slots themselves
   int32_t first_of[Config::kMostExperts];  // pair in the low half, group in the high half
   int16_t pair_of[kPairs];  // of a slot; -1: none
   DecodeGroup<Config::kTokens> groups[kPairs];
@@ -47,31 +47,61 @@ struct DecodeGroups {
   }
 
  private:
-  __device__ __forceinline__ static bool few(const TokenRouting& routing) {
-    return Config::kBatch <= Config::kTokens && routing.tokens * routing.top_k <= kWarpLanes;
-  }
+  static constexpr int kFew = 2 * kWarpLanes;
+  __device__ __forceinline__ static bool few(const TokenRouting& routing) { return routing.tokens * routing.top_k <= kFew; }
 
-  // Few slots, one a lane, and no expert with more than one group. Groups are in the order of their first slots.
+  // Few slots, one or two a lane. Groups are in the order of their experts' first slots.
   __device__ __forceinline__ void find_by_warp(const TokenRouting& routing, int lane) {
-    const bool used = lane < routing.tokens * routing.top_k;
-    const int expert = used ? routing.expert(lane) : -1, token = lane / routing.top_k;
-    const uint32_t before = (1u << lane) - 1, of_earlier_tokens = (1u << token * routing.top_k) - 1;
-    const uint32_t same = __match_any_sync(kFullMask, expert);  // slots of this expert
-    const uint32_t pairs = same & __ballot_sync(kFullMask, expert >= 0 && !(same & before & ~of_earlier_tokens));  // the first slot of each
-    const bool leads = expert >= 0 && !(same & before);
-    const uint32_t leaders = __ballot_sync(kFullMask, leads);
-    const int own = leads ? __popc(pairs) : 0, through = sum_through(own, lane), leader = __ffs(same) - 1;
-    const int first_pair = __shfl_sync(kFullMask, through - own, leader);
-    const int position = __popc(pairs & of_earlier_tokens);
-    if (expert >= 0) {
-      auto& group = groups[__popc(leaders & ((1u << leader) - 1))];
-      group.tokens[position] = static_cast<uint8_t>(token);
-      group.expert = static_cast<int16_t>(expert);
-      group.first_pair = static_cast<int16_t>(first_pair);
-      group.count = __popc(pairs);
+    constexpr int kShare = kPairs > kWarpLanes ? 2 : 1;
+    const int slots = routing.tokens * routing.top_k;
+    int expert_of[kShare], first_of_token[kShare];  // first_of_token: slot
+    load_experts(expert_of, routing, lane, kWarpLanes);
+    uint64_t same[kShare];  // slots of the slot's expert
+    if constexpr (kShare == 1) {
+      same[0] = __match_any_sync(kFullMask, expert_of[0]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kShare; ++i)
+        if (expert_of[i] >= 0) tokens_of[expert_of[i]] = 0;
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < kShare; ++i)
+        if (expert_of[i] >= 0) atomicOr(reinterpret_cast<uint32_t*>(&tokens_of[expert_of[i]]) + i, 1u << lane);
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < kShare; ++i) same[i] = expert_of[i] >= 0 ? tokens_of[expert_of[i]] : 0;
     }
-    if (lane == 0) count = __popc(leaders);
-    if (used) pair_of[lane] = static_cast<int16_t>(expert < 0 ? -1 : first_pair + position);
+    uint64_t firsts = 0;  // slots whose token has not named their expert before
+#pragma unroll
+    for (int i = 0; i < kShare; ++i) {
+      const int slot = lane + i * kWarpLanes;
+      first_of_token[i] = slot / routing.top_k * routing.top_k;
+      const bool is_first = expert_of[i] >= 0 && !(same[i] & below(slot) & ~below(first_of_token[i]));
+      firsts |= uint64_t{__ballot_sync(kFullMask, is_first)} << i * kWarpLanes;
+    }
+    int before[kShare], total = 0;  // pairs in the low half, groups in the high half
+#pragma unroll
+    for (int i = 0; i < kShare; ++i) {
+      const bool leads = expert_of[i] >= 0 && !(same[i] & below(lane + i * kWarpLanes));
+      const int own = leads ? load_of(same[i] & firsts) : 0, through = sum_through(own, lane);
+      before[i] = total + through - own;
+      total += __shfl_sync(kFullMask, through, kWarpLanes - 1);
+    }
+    if (lane == 0) count = total >> 16;
+#pragma unroll
+    for (int i = 0; i < kShare; ++i) {
+      const int slot = lane + i * kWarpLanes, leader = expert_of[i] >= 0 ? __ffsll(same[i]) - 1 : 0;
+      int first = __shfl_sync(kFullMask, before[0], leader % kWarpLanes);
+      if constexpr (kShare == 2) {
+        const int second = __shfl_sync(kFullMask, before[1], leader % kWarpLanes);
+        if (leader >= kWarpLanes) first = second;
+      }
+      if (slot >= slots) continue;
+      const uint64_t pairs = same[i] & firsts;
+      const int position = __popcll(pairs & below(first_of_token[i]));
+      pair_of[slot] = static_cast<int16_t>(
+          expert_of[i] < 0 ? -1 : put(expert_of[i], first, slot / routing.top_k, position, __popcll(pairs)));
+    }
   }
 
   // A thread has a share of the slots and one of the experts.
@@ -79,11 +109,7 @@ struct DecodeGroups {
     constexpr int kShare = (kPairs + Config::kThreads - 1) / Config::kThreads;
     const int thread = threadIdx.x, slots = routing.tokens * routing.top_k;
     int expert_of[kShare];
-#pragma unroll
-    for (int i = 0; i < kShare; ++i) {
-      const int slot = thread + i * Config::kThreads;
-      expert_of[i] = slot < slots ? routing.expert(slot) : -1;
-    }
+    load_experts(expert_of, routing, thread, Config::kThreads);
 #pragma unroll
     for (int i = 0; i < kShare; ++i) {
       const int token = (thread + i * Config::kThreads) / routing.top_k;
@@ -112,21 +138,39 @@ struct DecodeGroups {
     __syncthreads();
   }
 
-  __device__ __forceinline__ int load(int expert) const {
-    const int pairs = __popcll(tokens_of[expert]);
+  // Experts of slots `first`, `first` + step, ...; -1 behind the last. All ids are asked for before one is looked at.
+  template <int kShare>
+  __device__ __forceinline__ static void load_experts(int (&expert_of)[kShare], const TokenRouting& routing, int first, int step) {
+    const int slots = routing.tokens * routing.top_k;
+#pragma unroll
+    for (int i = 0; i < kShare; ++i) expert_of[i] = first + i * step < slots ? routing.ids[first + i * step] : -1;
+#pragma unroll
+    for (int i = 0; i < kShare; ++i) expert_of[i] = routing.local(expert_of[i]);
+  }
+
+  __device__ __forceinline__ static uint64_t below(int bit) { return (uint64_t{1} << bit) - 1; }
+
+  // What a set of tokens, or of a slot each, adds to the numbers of pairs and of groups.
+  __device__ __forceinline__ static int load_of(uint64_t tokens) {
+    const int pairs = __popcll(tokens);
     return pairs | (pairs + Config::kTokens - 1) / Config::kTokens << 16;
   }
-  // Tells the group of a pair of it; returns the pair's number.
+  __device__ __forceinline__ int load(int expert) const { return load_of(tokens_of[expert]); }
+
   __device__ __forceinline__ int add(int expert, int token) {
     const uint64_t tokens = tokens_of[expert];
-    const int position = __popcll(tokens & ((uint64_t{1} << token) - 1)), start = position / Config::kTokens * Config::kTokens;
-    const int first_pair = first_of[expert] & 0xFFFF;
-    DecodeGroup<Config::kTokens>& group = groups[(first_of[expert] >> 16) + position / Config::kTokens];
+    return put(expert, first_of[expert], token, __popcll(tokens & below(token)), __popcll(tokens));
+  }
+  // Tells the group of an expert's pair number `position` of `pairs`; returns the pair's number among all. first: as in first_of.
+  __device__ __forceinline__ int put(int expert, int first, int token, int position, int pairs) {
+    const int start = position / Config::kTokens * Config::kTokens;
+    const int first_pair = first & 0xFFFF;
+    DecodeGroup<Config::kTokens>& group = groups[(first >> 16) + position / Config::kTokens];
     group.tokens[position - start] = static_cast<uint8_t>(token);
     if (position == start) {
       group.expert = static_cast<int16_t>(expert);
       group.first_pair = static_cast<int16_t>(first_pair + start);
-      group.count = min(__popcll(tokens) - start, Config::kTokens);
+      group.count = min(pairs - start, Config::kTokens);
     }
     return first_pair + position;
   }

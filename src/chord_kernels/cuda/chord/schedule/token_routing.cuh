@@ -21,13 +21,13 @@ struct TokenRouting {
     if (expert_map)
       for (int entry = thread * kLine; entry < map_size; entry += threads * kLine) prefetch_line(expert_map + entry);
   }
-  // -1: none here.
-  __device__ __forceinline__ int expert(int64_t slot) const {
-    const int id = ids[slot];
+  // The local expert of an id; -1: none here.
+  __device__ __forceinline__ int local(int id) const {
     if (static_cast<uint32_t>(id) >= static_cast<uint32_t>(map_size)) return -1;
-    const int local = expert_map ? expert_map[id] : id;
-    return static_cast<uint32_t>(local) < static_cast<uint32_t>(experts) ? local : -1;
+    const int mapped = expert_map ? expert_map[id] : id;
+    return static_cast<uint32_t>(mapped) < static_cast<uint32_t>(experts) ? mapped : -1;
   }
+  __device__ __forceinline__ int expert(int64_t slot) const { return local(ids[slot]); }
 };
 
 }  // namespace chord
