@@ -87,8 +87,9 @@ struct DecodeStream {
     refill = !all;
   }
 
-  // Adds a task's stages, in order.
-  __device__ __forceinline__ void add(DecodeSums<Config>& sums, int rows) {
+  // Adds a task's stages, in order; when the last one is there, calls `before_last`.
+  template <class BeforeLast>
+  __device__ __forceinline__ void add(DecodeSums<Config>& sums, int rows, const BeforeLast& before_last) {
 #pragma unroll 1
     for (int stage = 0; stage < stages; ++stage) {
       copy_async_wait<kAhead - 1>();
@@ -98,6 +99,7 @@ struct DecodeStream {
         refill = true;
         copy_async_commit();
       }
+      if (stage + 1 == stages) before_last();
       sums.add(ring + at * DecodeStage<Config>::kBytes, rows, lane);
       if constexpr (kWhole) {
         __syncwarp();
@@ -141,8 +143,9 @@ __device__ __forceinline__ void warp_gate_up(const DecodeOperands& operands, con
     const int row = tasks.row();
     DecodeSums<Config> sums;
     sums.clear();
-    stream.add(sums, group.count);
-    if (kBeside && tasks.has_at_most(Config::kLastUnits + 1)) grid_launch_dependents();
+    stream.add(sums, group.count, [&] {
+      if (kBeside && tasks.has_at_most(Config::kLastUnits + 1)) grid_launch_dependents();
+    });
 #pragma unroll
     for (int block = 0; block < Config::kBlocks; ++block)
       storage.parts[turn % 2][warp][block][lane] = {sums.value(block, 0), sums.value(block, 1), sums.value(block, 2), sums.value(block, 3)};
@@ -235,7 +238,7 @@ __device__ __forceinline__ void warp_down(const DecodeOperands& operands, const 
       const auto& group = tasks.group();
       DecodeSums<Config> sums;
       sums.clear();
-      stream.add(sums, group.count);
+      stream.add(sums, group.count, [] {});
 #pragma unroll
       for (int block = 0; block < Config::kBlocks; ++block)
 #pragma unroll

@@ -5,6 +5,7 @@
 // Pairs (token, expert) have dense numbers, those of a group in the order of its tokens. A token that names an expert twice is one pair.
 #pragma once
 #include "chord/arch/barrier.cuh"
+#include "chord/arch/bits.cuh"
 #include "chord/arch/grid.cuh"
 #include "chord/arch/types.cuh"
 #include "chord/schedule/token_routing.cuh"
@@ -53,10 +54,13 @@ struct DecodeGroups {
   // Few slots, one or two a lane. Groups are in the order of their experts' first slots.
   __device__ __forceinline__ void find_by_warp(const TokenRouting& routing, int lane) {
     constexpr int kShare = kPairs > kWarpLanes ? 2 : 1;
+    using Slots = BitsOf<kShare * kWarpLanes>;
     const int slots = routing.tokens * routing.top_k;
-    int expert_of[kShare], first_of_token[kShare];  // first_of_token: slot
+    int expert_of[kShare], token_of[kShare];
     load_experts(expert_of, routing, lane, kWarpLanes);
-    uint64_t same[kShare];  // slots of the slot's expert
+#pragma unroll
+    for (int i = 0; i < kShare; ++i) token_of[i] = (lane + i * kWarpLanes) / routing.top_k;
+    Slots same[kShare];  // slots of the slot's expert
     if constexpr (kShare == 1) {
       same[0] = __match_any_sync(kFullMask, expert_of[0]);
     } else {
@@ -71,36 +75,34 @@ struct DecodeGroups {
 #pragma unroll
       for (int i = 0; i < kShare; ++i) same[i] = expert_of[i] >= 0 ? tokens_of[expert_of[i]] : 0;
     }
-    uint64_t firsts = 0;  // slots whose token has not named their expert before
+    Slots firsts = 0, of_earlier_tokens[kShare];  // firsts: slots whose token has not named their expert before
 #pragma unroll
     for (int i = 0; i < kShare; ++i) {
-      const int slot = lane + i * kWarpLanes;
-      first_of_token[i] = slot / routing.top_k * routing.top_k;
-      const bool is_first = expert_of[i] >= 0 && !(same[i] & below(slot) & ~below(first_of_token[i]));
-      firsts |= uint64_t{__ballot_sync(kFullMask, is_first)} << i * kWarpLanes;
+      of_earlier_tokens[i] = bits_below<Slots>(token_of[i] * routing.top_k);
+      const bool is_first = expert_of[i] >= 0 && !(same[i] & bits_below<Slots>(lane + i * kWarpLanes) & ~of_earlier_tokens[i]);
+      firsts |= Slots{__ballot_sync(kFullMask, is_first)} << i * kWarpLanes;
     }
     int before[kShare], total = 0;  // pairs in the low half, groups in the high half
 #pragma unroll
     for (int i = 0; i < kShare; ++i) {
-      const bool leads = expert_of[i] >= 0 && !(same[i] & below(lane + i * kWarpLanes));
-      const int own = leads ? load_of(same[i] & firsts) : 0, through = sum_through(own, lane);
+      const bool leads = expert_of[i] >= 0 && !(same[i] & bits_below<Slots>(lane + i * kWarpLanes));
+      const int own = leads ? load_of(count_bits(same[i] & firsts)) : 0, through = sum_through(own, lane);
       before[i] = total + through - own;
       total += __shfl_sync(kFullMask, through, kWarpLanes - 1);
     }
     if (lane == 0) count = total >> 16;
 #pragma unroll
     for (int i = 0; i < kShare; ++i) {
-      const int slot = lane + i * kWarpLanes, leader = expert_of[i] >= 0 ? __ffsll(same[i]) - 1 : 0;
+      const int slot = lane + i * kWarpLanes, leader = max(first_bit(same[i]), 0);
       int first = __shfl_sync(kFullMask, before[0], leader % kWarpLanes);
       if constexpr (kShare == 2) {
         const int second = __shfl_sync(kFullMask, before[1], leader % kWarpLanes);
         if (leader >= kWarpLanes) first = second;
       }
       if (slot >= slots) continue;
-      const uint64_t pairs = same[i] & firsts;
-      const int position = __popcll(pairs & below(first_of_token[i]));
-      pair_of[slot] = static_cast<int16_t>(
-          expert_of[i] < 0 ? -1 : put(expert_of[i], first, slot / routing.top_k, position, __popcll(pairs)));
+      const Slots pairs = same[i] & firsts;
+      const int position = count_bits(pairs & of_earlier_tokens[i]);
+      pair_of[slot] = static_cast<int16_t>(expert_of[i] < 0 ? -1 : put(expert_of[i], first, token_of[i], position, count_bits(pairs)));
     }
   }
 
@@ -148,18 +150,13 @@ struct DecodeGroups {
     for (int i = 0; i < kShare; ++i) expert_of[i] = routing.local(expert_of[i]);
   }
 
-  __device__ __forceinline__ static uint64_t below(int bit) { return (uint64_t{1} << bit) - 1; }
-
-  // What a set of tokens, or of a slot each, adds to the numbers of pairs and of groups.
-  __device__ __forceinline__ static int load_of(uint64_t tokens) {
-    const int pairs = __popcll(tokens);
-    return pairs | (pairs + Config::kTokens - 1) / Config::kTokens << 16;
-  }
-  __device__ __forceinline__ int load(int expert) const { return load_of(tokens_of[expert]); }
+  // What an expert with so many pairs adds to the numbers of pairs and of groups.
+  __device__ __forceinline__ static int load_of(int pairs) { return pairs | (pairs + Config::kTokens - 1) / Config::kTokens << 16; }
+  __device__ __forceinline__ int load(int expert) const { return load_of(count_bits(tokens_of[expert])); }
 
   __device__ __forceinline__ int add(int expert, int token) {
     const uint64_t tokens = tokens_of[expert];
-    return put(expert, first_of[expert], token, __popcll(tokens & below(token)), __popcll(tokens));
+    return put(expert, first_of[expert], token, count_bits(tokens & bits_below<uint64_t>(token)), count_bits(tokens));
   }
   // Tells the group of an expert's pair number `position` of `pairs`; returns the pair's number among all. first: as in first_of.
   __device__ __forceinline__ int put(int expert, int first, int token, int position, int pairs) {

@@ -92,9 +92,9 @@ struct DecodeBlock<Format::kMxfp8> {
     const int shift = 23 - (row_half * 2 + group) * 8;
     return __uint_as_float(max((shift >= 0 ? scales << shift : scales >> -shift) & kExponent, kTwoToMinus127));
   }
-  // Bit 7 of every byte of `found` that was 255 in some block.
+  // Bit 7 of every byte of `found` that was 255 in some block; other bits mean nothing.
   __device__ __forceinline__ void look_for_nan(uint32_t& found) const {
-    found |= ((scales & 0x7F7F7F7Fu) + 0x01010101u) & scales & 0x80808080u;
+    found |= ((scales & 0x7F7F7F7Fu) + 0x01010101u) & scales;
   }
   __device__ __forceinline__ static float unit(uint32_t found, int row_half) {
     return found >> row_half * 16 & 0x8080u ? __uint_as_float(0x7FC00000u) : 1.0f;
