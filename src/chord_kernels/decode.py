@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .decode_plan import WARP_DECODE_PRODUCTS, warp_decode_plan, why_not_warp_decode
+from .decode_plan import warp_decode_plans, why_not_warp_decode
 from .errors import FormatError, UnsupportedError
 from .formats import FORMATS
 from .ops import device_arch
@@ -103,7 +103,7 @@ def _warp_decode_cuda(
         stream = torch.cuda.current_stream(index).cuda_stream
         routing, counts = router_arguments(ids, expert_map, weights, experts)
         sizes = {"tokens": tokens, "top_k": top_k, "experts": experts, "hidden": x.shape[1], "intermediate": intermediate}
-        first, second = (warp_decode_plan(product, format_name, arch=arch, sm_count=sm_count, **sizes) for product in WARP_DECODE_PRODUCTS)
+        first, second = warp_decode_plans(format_name, arch=arch, sm_count=sm_count, **sizes)
         down_shape = (down.shape[1] * form.tile_rows // 16, down.shape[2])  # 16-row blocks, k-tiles
         down_grid = min(sm_count, down_shape[0] // second.blocks)
         for plan, source, weight, target, grid in ((first, x, gate_up, hidden, sm_count), (second, hidden, down, out, down_grid)):

@@ -6,6 +6,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
 
 from .kernels import (
     ARCHITECTURES,
@@ -66,19 +68,11 @@ def warp_decodes(format_name: str, tokens: int, top_k: int, experts: int, known:
     )
 
 
-def warp_decode_plan(
-    product: str,
-    format_name: str,
-    *,
-    arch: str,
-    sm_count: int,
-    tokens: int,
-    top_k: int,
-    experts: int,
-    hidden: int,
-    intermediate: int,
-) -> WarpDecodePlan:
-    """The kernel of one product for batches of up to the next of WARP_DECODE_BATCHES tokens.
+@lru_cache(maxsize=4096)
+def warp_decode_plans(
+    format_name: str, *, arch: str, sm_count: int, tokens: int, top_k: int, experts: int, hidden: int, intermediate: int
+) -> tuple[WarpDecodePlan, WarpDecodePlan]:
+    """The kernels of WARP_DECODE_PRODUCTS for batches of up to the next of WARP_DECODE_BATCHES tokens.
 
     A warp has several k-tiles or blocks at once, so that one's loads and products fill the other's waits. INT4 blocks lie four to a tile;
     gate/up takes them by two where that many tiles would leave SMs idle. MXFP8 ones are two in gate/up, or four beyond 16 tokens, where
@@ -87,9 +81,14 @@ def warp_decode_plan(
 
     Where an SM has few bytes of a layer, down's CTAs come beside gate/up's before these end, each with a part of the shared memory.
     """
-    shape = _Shape(format_name, arch, sm_count, next(b for b in WARP_DECODE_BATCHES if tokens <= b), top_k, experts, hidden, intermediate)
-    plans = shape.beside() or (shape.alone("gate_up"), shape.alone("down"))
-    return plans[WARP_DECODE_PRODUCTS.index(product)]
+    batch = next(b for b in WARP_DECODE_BATCHES if tokens <= b)
+    shape = _Shape(format_name, arch, sm_count, batch, top_k, experts, hidden, intermediate)
+    return shape.beside() or (shape.alone("gate_up"), shape.alone("down"))
+
+
+def warp_decode_plan(product: str, format_name: str, **shape: Any) -> WarpDecodePlan:
+    """One of `warp_decode_plans`."""
+    return warp_decode_plans(format_name, **shape)[WARP_DECODE_PRODUCTS.index(product)]
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,9 @@
 // gate_up: a unit is kBlocks blocks of 16 paired rows of a group (schedule/decode_units.cuh); a CTA's warps share its K, and one after the
 // other adds up their parts. down: a CTA has units of kBlocks blocks of 16 outputs for all tokens; its warps take the groups in turn. The order of a
 // sum depends on the shape alone.
+//
+// Of a layer with few bytes an SM both kernels share the SMs (kCtas of 2): gate_up calls down when its CTAs have kLastUnits units left, and
+// down's weights are there when the last output of gate_up is.
 #pragma once
 #include "chord/epilogue/outputs.cuh"
 #include "chord/schedule/decode_units.cuh"
