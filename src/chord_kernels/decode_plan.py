@@ -31,7 +31,7 @@ _IN_FLIGHT = 40 << 10  # bytes of weights an SM; with more, copies hold up the l
 _DRAWN_STAGES = 40  # a CTA's of gate/up, from which on its units are drawn: levels their ends, and costs up to 0.9 us
 _SHORT_K = 512  # of INT4 down
 _BESIDE_BYTES = 600 << 10  # of a layer, an SM: up to here waiting between the products costs more than rings in half the memory
-_ARRIVAL_BYTES = 136 << 10  # that an SM reads from when down is called until its first weights are asked for, 4 us
+_ARRIVAL_BYTES = 166 << 10  # that an SM still has to add when down is called, whose first copies then follow gate/up's last
 
 
 def why_not_warp_decode(arch: str, format_name: str, tokens: int, top_k: int, experts: int, hidden: int, intermediate: int) -> str | None:
@@ -133,8 +133,8 @@ class _Shape:
         if layer > _BESIDE_BYTES * self.sm_count:
             return None
         first = self._plan("gate_up", 2, 2, 8)
-        unit = first.blocks * (self.hidden // TILE_K) * BLOCK_BYTES[self.format_name]
-        first = replace(first, ctas=2, last_units=max(1, round(_ARRIVAL_BYTES / unit)), stages=max(LEAST_DECODE_STAGES, _in_flight(first)))
+        last_stages = max(1, _ARRIVAL_BYTES // (first.warps * first.weight_bytes))
+        first = replace(first, ctas=2, last_stages=last_stages, stages=max(LEAST_DECODE_STAGES, _in_flight(first)))
         second = self._plan("down", *((4, 2) if self.format_name == "w4a16" else (1, 4)), 8)
         second = _longest(replace(second, ctas=2), min(1 + _in_flight(second), self.intermediate // TILE_K // second.k_tiles))
         return (first, second) if first.why_illegal() is None and first.fits_beside(second) else None
@@ -233,7 +233,7 @@ def explain_warp_decode(plan: WarpDecodePlan, *, tokens: int, top_k: int, expert
         lines.append(f"a unit is {plan.blocks * 16} paired rows of a group; the {plan.warps} warps of a CTA share its K")
         lines.append("units are many: a CTA draws its next from a counter" if plan.draws else "units are few: a CTA has a run of them")
         if plan.ctas > 1:
-            lines.append(f"few bytes an SM: the CTAs of down come beside these when none has more than {plan.last_units} of its units left")
+            lines.append(f"few bytes an SM: the CTAs of down come beside these when none has more than {plan.last_stages} stages left")
     else:
         lines.append(f"a unit is {plan.blocks * 16} outputs of all tokens; the {plan.warps} warps of a CTA take the groups in turn")
     lines.append(f"a warp has {plan.blocks} blocks of 16 weight rows x {plan.k_tiles * TILE_K} k at once, {plan.stages} stages of its own")

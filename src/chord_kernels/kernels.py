@@ -255,7 +255,7 @@ class WarpDecodePlan:
     warps: int
     draws: bool  # gate_up's CTAs draw their work from a counter
     ctas: int = 1  # an SM: 2 where one of down comes beside one of gate_up
-    last_units: int = 0  # that no CTA of gate_up may have more of, for down's to come beside it
+    last_stages: int = 0  # that no warp of gate_up may have more of, for down's CTAs to come beside it
 
     header: ClassVar[str] = "chord/kernel/warp_decode.cuh"
 
@@ -305,7 +305,7 @@ class WarpDecodePlan:
         return (
             f"warp_{self.product}_{self.format}_b{self.batch}x{self.top_k}_e{self.experts}_m{self.blocks}_k{self.k_tiles * TILE_K}"
             f"_s{self.stages}_w{self.warps}_n{self.tokens}{'_drawn' if self.draws else ''}"
-            f"{f'_beside{self.last_units}' if self.ctas > 1 else ''}_{self.arch}"
+            f"{f'_beside{self.last_stages}' if self.ctas > 1 else ''}_{self.arch}"
         )
 
     def constants(self) -> dict[str, int]:
@@ -321,7 +321,7 @@ class WarpDecodePlan:
             "kThreads": self.threads,
             "kDraws": int(self.draws),
             "kCtas": self.ctas,
-            "kLastUnits": self.last_units,
+            "kLastStages": self.last_stages,
             "kSmemBytes": self.smem_bytes,
         }
 

@@ -201,9 +201,9 @@ def test_products_of_few_bytes_share_their_sms() -> None:
         first, second = pair(tokens, inter=inter)
         assert (first.ctas, second.ctas) == (2, 2)
         assert first.fits_beside(second)
-        assert first.last_units >= 1
-    assert pair(1)[0].last_units == 2
-    assert pair(1, "w4a16", 7168, 256)[0].last_units == 1
+        assert first.last_stages >= 1
+    assert pair(1)[0].last_stages == 5
+    assert pair(1, "w4a16", 7168, 256)[0].last_stages == 9
     assert [plan.ctas for tokens in (4, 64) for plan in pair(tokens)] == [1] * 4
     assert [plan.ctas for plan in pair(1, hidden=4096, inter=1536)] == [1, 1]
     assert "know how many" in str(replace(pair(1)[0], draws=True).why_illegal())

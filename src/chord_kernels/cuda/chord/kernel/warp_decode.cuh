@@ -12,7 +12,7 @@
 // other adds up their parts. down: a CTA has units of kBlocks blocks of 16 outputs for all tokens; its warps take the groups in turn. The order of a
 // sum depends on the shape alone.
 //
-// Of a layer with few bytes an SM both kernels share the SMs (kCtas of 2): gate_up calls down when its CTAs have kLastUnits units left, and
+// Of a layer with few bytes an SM both kernels share the SMs (kCtas of 2): gate_up calls down when its warps have kLastStages stages left, and
 // down's weights are there when the last output of gate_up is.
 #pragma once
 #include "chord/epilogue/outputs.cuh"
@@ -90,9 +90,9 @@ struct DecodeStream {
     refill = !all;
   }
 
-  // Adds a task's stages, in order; when the last one is there, calls `before_last`.
-  template <class BeforeLast>
-  __device__ __forceinline__ void add(DecodeSums<Config>& sums, int rows, const BeforeLast& before_last) {
+  // Adds a task's stages, in order; when one is there, calls `before` with the number of those left, it among them.
+  template <class Before>
+  __device__ __forceinline__ void add(DecodeSums<Config>& sums, int rows, const Before& before) {
 #pragma unroll 1
     for (int stage = 0; stage < stages; ++stage) {
       copy_async_wait<kAhead - 1>();
@@ -102,7 +102,7 @@ struct DecodeStream {
         refill = true;
         copy_async_commit();
       }
-      if (stage + 1 == stages) before_last();
+      before(stages - stage);
       sums.add(ring + at * DecodeStage<Config>::kBytes, rows, lane);
       if constexpr (kWhole) {
         __syncwarp();
@@ -118,7 +118,7 @@ template <class Config>
 __device__ __forceinline__ void warp_gate_up(const DecodeOperands& operands, const TokenRouting& routing) {
   extern __shared__ __align__(128) uint8_t shared_memory[];
   constexpr int kWarps = kDecodeWarps<Config>;
-  constexpr bool kBeside = Config::kCtas > 1;  // down's CTAs come to this one's SM while it still has kLastUnits units to do
+  constexpr bool kBeside = Config::kCtas > 1;  // down's CTAs come to this one's SM while its warps still have kLastStages stages to add
   struct Storage {
     DecodeStorage<Config> common;
     typename GateUpUnits<Config>::Storage units;
@@ -138,7 +138,7 @@ __device__ __forceinline__ void warp_gate_up(const DecodeOperands& operands, con
   GateUpUnits<Config> tasks(storage.common.groups, storage.units, operands.counter, operands.rows, stages / kWarps);
   DecodeStream<Config, GateUpUnits<Config>, kBeside> stream(storage.common, operands, tasks, first_k, k_tiles, warp, lane);
   stream.begin();
-  if (!kBeside || tasks.has_at_most(Config::kLastUnits)) grid_launch_dependents();
+  if (!kBeside || (tasks.later() + 1) * stream.stages <= Config::kLastStages) grid_launch_dependents();
 
   for (int turn = 0; tasks.valid(); tasks.next(), ++turn) {
     tasks.draw();
@@ -146,8 +146,8 @@ __device__ __forceinline__ void warp_gate_up(const DecodeOperands& operands, con
     const int row = tasks.row();
     DecodeSums<Config> sums;
     sums.clear();
-    stream.add(sums, group.count, [&] {
-      if (kBeside && tasks.has_at_most(Config::kLastUnits + 1)) grid_launch_dependents();
+    stream.add(sums, group.count, [&](int left) {
+      if (kBeside && tasks.later() * stream.stages + left <= Config::kLastStages) grid_launch_dependents();
     });
 #pragma unroll
     for (int block = 0; block < Config::kBlocks; ++block)
@@ -241,7 +241,7 @@ __device__ __forceinline__ void warp_down(const DecodeOperands& operands, const 
       const auto& group = tasks.group();
       DecodeSums<Config> sums;
       sums.clear();
-      stream.add(sums, group.count, [] {});
+      stream.add(sums, group.count, [](int) {});
 #pragma unroll
       for (int block = 0; block < Config::kBlocks; ++block)
 #pragma unroll

@@ -39,7 +39,7 @@ struct GateUpUnits<Config, false> {
   __device__ __forceinline__ void end() {}
 
   __device__ __forceinline__ bool valid() const { return left > 0; }
-  __device__ __forceinline__ bool has_at_most(int units) const { return left <= units; }
+  __device__ __forceinline__ int later() const { return left - 1; }  // units after this one
   __device__ __forceinline__ void next() {
     --left, at += Config::kBlocks;
     if (at == rows) at = 0, ++index;
@@ -89,7 +89,7 @@ struct GateUpUnits<Config, true> {
   }
 
   __device__ __forceinline__ bool valid() const { return storage.units[place].group >= 0; }
-  __device__ __forceinline__ bool has_at_most(int) const { return false; }  // nobody knows, and no plan asks
+  __device__ __forceinline__ int later() const { return 0; }  // nobody knows, and no plan asks
   __device__ __forceinline__ void next() { ++turn, place = place + 1 == kPlaces ? 0 : place + 1; }
   __device__ __forceinline__ int row() const { return storage.units[place].row; }
   __device__ __forceinline__ const DecodeGroup<Config::kTokens>& group() const { return groups.groups[storage.units[place].group]; }
