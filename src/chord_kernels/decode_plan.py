@@ -134,9 +134,9 @@ class _Shape:
             return None
         first = self._plan("gate_up", 2, 2, 8)
         last_stages = max(1, _ARRIVAL_BYTES // (first.warps * first.weight_bytes))
-        first = replace(first, ctas=2, last_stages=last_stages, stages=max(LEAST_DECODE_STAGES, _in_flight(first)))
+        first = replace(first, ctas=2, whole=True, last_stages=last_stages, stages=max(LEAST_DECODE_STAGES, _in_flight(first)))
         second = self._plan("down", *((4, 2) if self.format_name == "w4a16" else (1, 4)), 8)
-        second = _longest(replace(second, ctas=2), min(1 + _in_flight(second), self.intermediate // TILE_K // second.k_tiles))
+        second = _longest(replace(second, ctas=2, whole=True), min(1 + _in_flight(second), self.intermediate // TILE_K // second.k_tiles))
         return (first, second) if first.why_illegal() is None and first.fits_beside(second) else None
 
     def _k(self, product: str) -> int:

@@ -254,6 +254,7 @@ class WarpDecodePlan:
     tokens: int  # of a group, at most: the columns of an mma.sync
     warps: int
     draws: bool  # gate_up's CTAs draw their work from a counter
+    whole: bool = False  # the whole ring is on its way: a place is filled again as soon as it was added, not when the next stage is there
     ctas: int = 1  # an SM: 2 where one of down comes beside one of gate_up
     last_stages: int = 0  # that no warp of gate_up may have more of, for down's CTAs to come beside it
 
@@ -304,7 +305,7 @@ class WarpDecodePlan:
     def name(self) -> str:
         return (
             f"warp_{self.product}_{self.format}_b{self.batch}x{self.top_k}_e{self.experts}_m{self.blocks}_k{self.k_tiles * TILE_K}"
-            f"_s{self.stages}_w{self.warps}_n{self.tokens}{'_drawn' if self.draws else ''}"
+            f"_s{self.stages}_w{self.warps}_n{self.tokens}{'_drawn' if self.draws else ''}{'_whole' if self.whole else ''}"
             f"{f'_beside{self.last_stages}' if self.ctas > 1 else ''}_{self.arch}"
         )
 
@@ -322,6 +323,7 @@ class WarpDecodePlan:
             "kDraws": int(self.draws),
             "kCtas": self.ctas,
             "kLastStages": self.last_stages,
+            "kWhole": int(self.whole),
             "kSmemBytes": self.smem_bytes,
         }
 

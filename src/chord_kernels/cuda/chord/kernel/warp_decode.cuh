@@ -29,10 +29,11 @@ struct alignas(128) DecodeStorage {
   DecodeGroups<Config> groups;
 };
 
-// A warp's way through its tasks: every task has the same number of stages, and the copies are kStages - 1 stages ahead of the sums; kStages
-// where kWhole says so, for which a stage waits until its place was added. Tasks: valid(), next(), task(), group(), row_of(i).
-template <class Config, class Tasks, bool kWhole>
+// A warp's way through its tasks: every task has the same number of stages, and the copies are kStages - 1 stages ahead of the sums. Where
+// kWhole says so all places are on their way: one is filled again as soon as it was added. Tasks: valid(), next(), task(), group(), row_of(i).
+template <class Config, class Tasks>
 struct DecodeStream {
+  static constexpr bool kWhole = Config::kWhole != 0;
   static constexpr int kAhead = Config::kStages - !kWhole;
   const DecodeOperands& operands;
   Tasks ahead;  // of the copies
@@ -73,20 +74,23 @@ struct DecodeStream {
       copy_async_commit();
     }
   }
-  // The same, of activations that are there after `wait`; weights are on their way before, for `all` of them the last place's too. Activations
-  // queue behind them, so that few stages would all be added after the last byte has come.
+  // The same, of activations that are there after `wait`. Weights are on their way before, but for the last place's; for `all` of them these
+  // too: activations queue behind them, so that few stages would all be added after the last byte has come.
   template <class Wait>
   __device__ __forceinline__ void begin(bool all, const Wait& wait) {
     DecodeStream weights(*this);
+    const int early = Config::kStages - !all;
 #pragma unroll 1
-    for (int place = 0; place < Config::kStages - !all; ++place) weights.template fill<true, false>(place);
+    for (int place = 0; place < early; ++place) weights.template fill<true, false>(place);
     wait();
 #pragma unroll 1
     for (int place = 0; place < Config::kStages - 1; ++place) {
       fill<false, true>(place);
       copy_async_commit();
     }
-    if (all) fill<false, true>(Config::kStages - 1);  // add() commits it
+    if (all) fill<false, true>(Config::kStages - 1);  // where not kWhole, add() commits it
+    else if constexpr (kWhole) fill<true, true>(Config::kStages - 1);
+    if constexpr (kWhole) copy_async_commit();
     refill = !all;
   }
 
@@ -136,7 +140,7 @@ __device__ __forceinline__ void warp_gate_up(const DecodeOperands& operands, con
   const int stages = operands.k_tiles / Config::kKTiles;
   const int first_k = stages * warp / kWarps * Config::kKTiles, k_tiles = stages * (warp + 1) / kWarps * Config::kKTiles - first_k;
   GateUpUnits<Config> tasks(storage.common.groups, storage.units, operands.counter, operands.rows, stages / kWarps);
-  DecodeStream<Config, GateUpUnits<Config>, kBeside> stream(storage.common, operands, tasks, first_k, k_tiles, warp, lane);
+  DecodeStream<Config, GateUpUnits<Config>> stream(storage.common, operands, tasks, first_k, k_tiles, warp, lane);
   stream.begin();
   if (!kBeside || (tasks.later() + 1) * stream.stages <= Config::kLastStages) grid_launch_dependents();
 
@@ -228,7 +232,7 @@ __device__ __forceinline__ void warp_down(const DecodeOperands& operands, const 
 
   DownTasks<Config> tasks(storage.common.groups, operands.rows, warp);
   const int first_unit = tasks.unit, last_unit = tasks.end;
-  DecodeStream<Config, DownTasks<Config>, false> stream(storage.common, operands, tasks, 0, operands.k_tiles, warp, lane);
+  DecodeStream<Config, DownTasks<Config>> stream(storage.common, operands, tasks, 0, operands.k_tiles, warp, lane);
   // INT4 groups of a short K are slower with it, others no faster.
   const bool many = Config::kFormat == Format::kMxfp8 && tasks.left() * stream.stages > 2 * Config::kStages;
   stream.begin(many, [] {
