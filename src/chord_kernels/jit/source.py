@@ -17,72 +17,50 @@ ENTRY = "chord_gemm"
 
 Argument = tuple[str, str, Callable[[int], Any]]  # name, C type, how the launcher passes it (cuda.core passes an int as 8 bytes)
 
-# One argument schema a family of kernels.
-_GROUPED: tuple[Argument, ...] = (
-    ("activations", "const chord::uint8_t* __restrict__", int),
-    ("weights", "const chord::uint8_t* __restrict__", int),
-    ("outputs", "chord::uint8_t* __restrict__", int),
-    ("counter", "chord::int32_t* __restrict__", int),
-    ("routing_rows", "const chord::int32_t* __restrict__", int),
-    ("routing_experts", "const chord::int32_t* __restrict__", int),
-    ("routing_counts", "const chord::int32_t* __restrict__", int),
-    ("row_tiles", "chord::int32_t", ctypes.c_int32),
-    ("k_tiles", "chord::int32_t", ctypes.c_int32),
-    ("weights_first", "chord::int32_t", ctypes.c_int32),
-    ("limit", "chord::int32_t", ctypes.c_int32),
-    ("max_blocks", "chord::int32_t", ctypes.c_int32),
-    ("top_k", "chord::int32_t", ctypes.c_int32),
-    ("num_experts", "chord::int32_t", ctypes.c_int32),
+
+def _pointers(c_type: str, *names: str) -> tuple[Argument, ...]:
+    return tuple((name, f"{c_type}* __restrict__", int) for name in names)
+
+
+def _counts(*names: str) -> tuple[Argument, ...]:
+    return tuple((name, "chord::int32_t", ctypes.c_int32) for name in names)
+
+
+_BYTES = "const chord::uint8_t"
+_OPERANDS = (
+    *_pointers(_BYTES, "activations", "weights"),
+    *_pointers("chord::uint8_t", "outputs"),
+    *_pointers("chord::int32_t", "counter"),
 )
 # A router's tables and what they are of (schedule/token_routing.cuh).
-_ROUTER_TABLES: tuple[Argument, ...] = (
-    ("ids", "const chord::int32_t* __restrict__", int),
-    ("expert_map", "const chord::int32_t* __restrict__", int),
-    ("routing_weights", "const float* __restrict__", int),
+_ROUTER_TABLES = (*_pointers("const chord::int32_t", "ids", "expert_map"), *_pointers("const float", "routing_weights"))
+_ROUTER_COUNTS = _counts("tokens", "top_k", "experts", "map_size")
+
+# One argument schema a family of kernels.
+_GROUPED = (
+    *_OPERANDS,
+    *_pointers("const chord::int32_t", "routing_rows", "routing_experts", "routing_counts"),
+    *_counts("row_tiles", "k_tiles", "weights_first", "limit", "max_blocks", "top_k", "num_experts"),
 )
-_ROUTER_COUNTS: tuple[Argument, ...] = (
-    ("tokens", "chord::int32_t", ctypes.c_int32),
-    ("top_k", "chord::int32_t", ctypes.c_int32),
-    ("experts", "chord::int32_t", ctypes.c_int32),
-    ("map_size", "chord::int32_t", ctypes.c_int32),
-)
-_WARP_DECODE: tuple[Argument, ...] = (
-    ("activations", "const chord::uint8_t* __restrict__", int),
-    ("weights", "const chord::uint8_t* __restrict__", int),
-    ("outputs", "chord::uint8_t* __restrict__", int),
-    ("counter", "chord::int32_t* __restrict__", int),
+_WARP_DECODE = (*_OPERANDS, *_ROUTER_TABLES, *_counts("rows", "k_tiles"), *_ROUTER_COUNTS)
+_WEIGHTED_SUM = (
+    *_pointers(_BYTES, "values"),
+    *_pointers("chord::uint8_t", "outputs"),
     *_ROUTER_TABLES,
-    ("rows", "chord::int32_t", ctypes.c_int32),
-    ("k_tiles", "chord::int32_t", ctypes.c_int32),
+    *_counts("columns"),
     *_ROUTER_COUNTS,
 )
-
-_WEIGHTED_SUM: tuple[Argument, ...] = (
-    ("values", "const chord::uint8_t* __restrict__", int),
-    ("outputs", "chord::uint8_t* __restrict__", int),
-    *_ROUTER_TABLES,
-    ("columns", "chord::int32_t", ctypes.c_int32),
-    *_ROUTER_COUNTS,
-)
-
-_ALIGN: tuple[Argument, ...] = (
-    ("sorted_ids", "chord::int32_t* __restrict__", int),
-    ("expert_ids", "chord::int32_t* __restrict__", int),
-    ("padded", "chord::int32_t* __restrict__", int),
+_ALIGN = (
+    *_pointers("chord::int32_t", "sorted_ids", "expert_ids", "padded"),
     *_ROUTER_TABLES[:2],
-    ("block_rows", "chord::int32_t", ctypes.c_int32),
+    *_counts("block_rows"),
     *_ROUTER_COUNTS,
 )
-
-_PACK: tuple[Argument, ...] = (
-    ("words", "const chord::uint8_t* __restrict__", int),
-    ("scales", "const chord::uint8_t* __restrict__", int),
-    ("tiles", "chord::WeightTile* __restrict__", int),
-    ("largest", "chord::uint32_t* __restrict__", int),
-    ("row_tiles", "chord::int32_t", ctypes.c_int32),
-    ("k_tiles", "chord::int32_t", ctypes.c_int32),
-    ("paired", "chord::int32_t", ctypes.c_int32),
-    ("scale_floor", "chord::int32_t", ctypes.c_int32),
+_PACK = (
+    *_pointers(_BYTES, "words", "scales"),
+    *_pointers("chord::WeightTile", "tiles"),
+    *_pointers("chord::uint32_t", "largest"),
+    *_counts("row_tiles", "k_tiles", "paired", "scale_floor"),
 )
 
 _CONTRACT = {"indexed": "kIndexed", "contiguous": "kContiguous", "masked": "kMasked"}
