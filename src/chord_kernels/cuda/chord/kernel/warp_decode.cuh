@@ -30,7 +30,7 @@ struct alignas(128) DecodeStorage {
 };
 
 // A warp's way through its tasks: every task has the same number of stages, and the copies are kStages - 1 stages ahead of the sums. Where
-// kWhole says so all places are on their way: one is filled again as soon as it was added. Tasks: valid(), next(), task(), group(), row_of(i).
+// kWhole says so all places are on their way: one is filled again as soon as it was added. Tasks: valid(), next(), group(), row(), row_of(group, i).
 template <class Config, class Tasks>
 struct DecodeStream {
   static constexpr bool kWhole = Config::kWhole != 0;
@@ -52,7 +52,8 @@ struct DecodeStream {
   }
 
   __device__ __forceinline__ void aim() {
-    source.aim(ahead.task(), first_k, stages, operands, ahead.group().count, [&](int i) { return ahead.row_of(i); }, lane);
+    const auto group = ahead.group();
+    source.aim({group.expert, ahead.row()}, first_k, stages, operands, group.count, [&](int i) { return Tasks::row_of(group, i); }, lane);
   }
 
   // Copies the next stage to place `place`; none is left: nothing.
@@ -146,7 +147,7 @@ __device__ __forceinline__ void warp_gate_up(const DecodeOperands& operands, con
 
   for (int turn = 0; tasks.valid(); tasks.next(), ++turn) {
     tasks.draw();
-    const auto& group = tasks.group();
+    const auto group = tasks.group();
     const int row = tasks.row();
     DecodeSums<Config> sums;
     sums.clear();
@@ -184,23 +185,24 @@ __device__ __forceinline__ void warp_gate_up(const DecodeOperands& operands, con
 // A warp's groups, every kDecodeWarps-th, for each of a CTA's units [unit, end) of kBlocks blocks.
 template <class Config>
 struct DownTasks {
+  using Group = DecodeGroup<Config::kTokens>;
   const DecodeGroups<Config>& groups;
-  int warp;
+  int warp, count;  // of groups
   int unit, end, index;
 
-  __device__ __forceinline__ DownTasks(const DecodeGroups<Config>& g, int rows, int w) : groups(g), warp(w), index(w) {
+  __device__ __forceinline__ DownTasks(const DecodeGroups<Config>& g, int rows, int w) : groups(g), warp(w), count(g.count), index(w) {
     const EvenShare mine(rows / Config::kBlocks, blockIdx.x, gridDim.x);
     unit = mine.first, end = mine.last;
   }
-  __device__ __forceinline__ bool valid() const { return unit < end && warp < groups.count; }
-  __device__ __forceinline__ int left() const { return (end - unit) * ((groups.count - warp + kDecodeWarps<Config> - 1) / kDecodeWarps<Config>); }  // at a unit's start
+  __device__ __forceinline__ bool valid() const { return unit < end && warp < count; }
+  __device__ __forceinline__ int left() const { return (end - unit) * ((count - warp + kDecodeWarps<Config> - 1) / kDecodeWarps<Config>); }  // at a unit's start
   __device__ __forceinline__ void next() {
     index += kDecodeWarps<Config>;
-    if (index >= groups.count) index = warp, ++unit;
+    if (index >= count) index = warp, ++unit;
   }
-  __device__ __forceinline__ const DecodeGroup<Config::kTokens>& group() const { return groups.groups[index]; }
-  __device__ __forceinline__ DecodeTask task() const { return {group().expert, unit * Config::kBlocks}; }
-  __device__ __forceinline__ int row_of(int i) const { return group().first_pair + i; }
+  __device__ __forceinline__ Group group() const { return groups.groups[index]; }
+  __device__ __forceinline__ int row() const { return unit * Config::kBlocks; }
+  __device__ __forceinline__ static int row_of(const Group& group, int i) { return group.first_pair + i; }
 };
 
 template <class Config>
@@ -242,7 +244,7 @@ __device__ __forceinline__ void warp_down(const DecodeOperands& operands, const 
 
   for (int unit = first_unit; unit < last_unit; ++unit) {
     for (; tasks.valid() && tasks.unit == unit; tasks.next()) {
-      const auto& group = tasks.group();
+      const auto group = tasks.group();
       DecodeSums<Config> sums;
       sums.clear();
       stream.add(sums, group.count, [](int) {});

@@ -49,7 +49,7 @@ struct DecodeGroups {
 
  private:
   static constexpr int kFew = 2 * kWarpLanes;
-  __device__ __forceinline__ static bool few(const TokenRouting& routing) { return routing.tokens * routing.top_k <= kFew; }
+  __device__ __forceinline__ static bool few(const TokenRouting& routing) { return kPairs <= kFew || routing.tokens * routing.top_k <= kFew; }
 
   // Few slots, one or two a lane. Groups are in the order of their experts' first slots.
   __device__ __forceinline__ void find_by_warp(const TokenRouting& routing, int lane) {

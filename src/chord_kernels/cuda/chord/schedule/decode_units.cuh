@@ -25,6 +25,7 @@ struct GateUpUnits;
 template <class Config>
 struct GateUpUnits<Config, false> {
   struct Storage {};
+  using Group = DecodeGroup<Config::kTokens>;
   const DecodeGroups<Config>& groups;
   int rows;
   int left, index, at;
@@ -45,15 +46,15 @@ struct GateUpUnits<Config, false> {
     if (at == rows) at = 0, ++index;
   }
   __device__ __forceinline__ int row() const { return at; }
-  __device__ __forceinline__ const DecodeGroup<Config::kTokens>& group() const { return groups.groups[index]; }
-  __device__ __forceinline__ DecodeTask task() const { return {group().expert, at}; }
-  __device__ __forceinline__ int row_of(int i) const { return group().tokens[i]; }
+  __device__ __forceinline__ Group group() const { return groups.groups[index]; }
+  __device__ __forceinline__ static int row_of(const Group& group, int i) { return group.tokens[i]; }
 };
 
 // A CTA's first units follow from its number, the others from a counter in device memory, which is 0 before and after a launch: every unit
 // is followed by one draw, so that the last draw is known. Thread 0 draws.
 template <class Config>
 struct GateUpUnits<Config, true> {
+  using Group = DecodeGroup<Config::kTokens>;
   struct Unit {
     int32_t group;  // -1: none
     int32_t row;
@@ -92,9 +93,8 @@ struct GateUpUnits<Config, true> {
   __device__ __forceinline__ int later() const { return 0; }  // nobody knows, and no plan asks
   __device__ __forceinline__ void next() { ++turn, place = place + 1 == kPlaces ? 0 : place + 1; }
   __device__ __forceinline__ int row() const { return storage.units[place].row; }
-  __device__ __forceinline__ const DecodeGroup<Config::kTokens>& group() const { return groups.groups[storage.units[place].group]; }
-  __device__ __forceinline__ DecodeTask task() const { return {group().expert, row()}; }
-  __device__ __forceinline__ int row_of(int i) const { return group().tokens[i]; }
+  __device__ __forceinline__ Group group() const { return groups.groups[storage.units[place].group]; }
+  __device__ __forceinline__ static int row_of(const Group& group, int i) { return group.tokens[i]; }
 
  private:
   __device__ __forceinline__ int first_drawn() const { return early * static_cast<int>(gridDim.x); }
