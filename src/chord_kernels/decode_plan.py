@@ -31,7 +31,9 @@ _IN_FLIGHT = 40 << 10  # bytes of weights an SM; with more, copies hold up the l
 _DRAWN_STAGES = 40  # a CTA's of gate/up, from which on its units are drawn: levels their ends, and costs up to 0.9 us
 _SHORT_K = 512  # of INT4 down
 _BESIDE_BYTES = 600 << 10  # of a layer, an SM: up to here waiting between the products costs more than rings in half the memory
-_ARRIVAL_BYTES = 166 << 10  # that an SM still has to add when down is called, whose first copies then follow gate/up's last
+_ARRIVAL_BYTES = {"w4a16": 128 << 10, "mxfp8": 168 << 10}  # that an SM still has to add when down is called
+_BESIDE_STAGES = 3  # of down's ring
+_MANY_RINGS = 3  # of down's stages, beyond which its whole ring is asked for before gate/up is waited for
 
 
 def why_not_warp_decode(arch: str, format_name: str, tokens: int, top_k: int, experts: int, hidden: int, intermediate: int) -> str | None:
@@ -113,7 +115,7 @@ class _Shape:
         warps = 8
         if self.format_name == "w4a16":
             short = self.intermediate <= _SHORT_K and self.batch * self.slots >= 16
-            warps, k_tiles = (16, 2 if product == "down" and self.batch <= 16 else 1) if short else (8, 2)
+            warps, k_tiles = (16, 1) if short else (8, 2)
             few = self.batch * self.slots * 2 * self.intermediate // TILE_ROWS <= self.sm_count // 2
             blocks = 2 if few and product == "gate_up" else 4
         elif product == "gate_up":
@@ -123,7 +125,7 @@ class _Shape:
         plan = self._plan(product, blocks, k_tiles, warps)
         if product == "gate_up" and self._units(plan) * self._stages(plan) >= _DRAWN_STAGES * self.sm_count:
             plan = replace(plan, draws=True)
-        return _longest(plan, min(1 + _in_flight(plan), self._k(product) // TILE_K // plan.k_tiles))
+        return self._early(_longest(plan, min(1 + _in_flight(plan), self._k(product) // TILE_K // plan.k_tiles)))
 
     def beside(self) -> tuple[WarpDecodePlan, WarpDecodePlan] | None:
         """Plans of both products for an SM that they share; None where an SM has too many bytes to do with half the memory, or it does not
@@ -133,11 +135,21 @@ class _Shape:
         if layer > _BESIDE_BYTES * self.sm_count:
             return None
         first = self._plan("gate_up", 2, 2, 8)
-        last_stages = max(1, _ARRIVAL_BYTES // (first.warps * first.weight_bytes))
-        first = replace(first, ctas=2, whole=True, last_stages=last_stages, stages=max(LEAST_DECODE_STAGES, _in_flight(first)))
-        second = self._plan("down", *((4, 2) if self.format_name == "w4a16" else (1, 4)), 8)
-        second = _longest(replace(second, ctas=2, whole=True), min(1 + _in_flight(second), self.intermediate // TILE_K // second.k_tiles))
+        last_stages = max(1, round(_ARRIVAL_BYTES[self.format_name] / (first.warps * first.weight_bytes)))
+        first = replace(first, ctas=2, last_stages=last_stages, stages=max(LEAST_DECODE_STAGES, _in_flight(first)))
+        second = self._plan("down", *((4, 1) if self.format_name == "w4a16" else (1, 4)), 8)
+        second = self._early(_longest(replace(second, ctas=2), min(_BESIDE_STAGES, self.intermediate // TILE_K // second.k_tiles)))
         return (first, second) if first.why_illegal() is None and first.fits_beside(second) else None
+
+    def _early(self, plan: WarpDecodePlan) -> WarpDecodePlan:
+        """With down's whole ring asked for before gate/up is waited for, where a warp has many rings to do; elsewhere activations, which
+        come behind it, would come too late."""
+        if plan.product == "gate_up":
+            return plan
+        units = -(-(self.hidden // 16 // plan.blocks) // self.sm_count)
+        groups = -(-min(self.experts, self.batch * self.slots) // plan.warps)
+        stages = units * groups * (self.intermediate // TILE_K // plan.k_tiles)
+        return replace(plan, early=stages > _MANY_RINGS * plan.stages)
 
     def _k(self, product: str) -> int:
         return self.hidden if product == "gate_up" else self.intermediate
@@ -231,7 +243,7 @@ def explain_warp_decode(plan: WarpDecodePlan, *, tokens: int, top_k: int, expert
     ]
     if plan.product == "gate_up":
         lines.append(f"a unit is {plan.blocks * 16} paired rows of a group; the {plan.warps} warps of a CTA share its K")
-        lines.append("units are many: a CTA draws its next from a counter" if plan.draws else "units are few: a CTA has a run of them")
+        lines.append("units are many: a CTA draws its next from a counter" if plan.draws else "units are few: CTAs take them in turn")
         if plan.ctas > 1:
             lines.append(f"few bytes an SM: the CTAs of down come beside these when none has more than {plan.last_stages} stages left")
     else:

@@ -254,7 +254,7 @@ class WarpDecodePlan:
     tokens: int  # of a group, at most: the columns of an mma.sync
     warps: int
     draws: bool  # gate_up's CTAs draw their work from a counter
-    whole: bool = False  # the whole ring is on its way: a place is filled again as soon as it was added, not when the next stage is there
+    early: bool = False  # down asks for weights for its whole ring before it waits for gate_up, else for all but one stage
     ctas: int = 1  # an SM: 2 where one of down comes beside one of gate_up
     last_stages: int = 0  # that no warp of gate_up may have more of, for down's CTAs to come beside it
 
@@ -303,10 +303,11 @@ class WarpDecodePlan:
 
     @property
     def name(self) -> str:
+        last = self.last_stages or ""
         return (
             f"warp_{self.product}_{self.format}_b{self.batch}x{self.top_k}_e{self.experts}_m{self.blocks}_k{self.k_tiles * TILE_K}"
-            f"_s{self.stages}_w{self.warps}_n{self.tokens}{'_drawn' if self.draws else ''}{'_whole' if self.whole else ''}"
-            f"{f'_beside{self.last_stages}' if self.ctas > 1 else ''}_{self.arch}"
+            f"_s{self.stages}_w{self.warps}_n{self.tokens}{'_drawn' if self.draws else ''}{'_early' if self.early else ''}"
+            f"{f'_beside{last}' if self.ctas > 1 else ''}_{self.arch}"
         )
 
     def constants(self) -> dict[str, int]:
@@ -323,7 +324,7 @@ class WarpDecodePlan:
             "kDraws": int(self.draws),
             "kCtas": self.ctas,
             "kLastStages": self.last_stages,
-            "kWhole": int(self.whole),
+            "kEarlyStages": self.stages - (not self.early),
             "kSmemBytes": self.smem_bytes,
         }
 

@@ -51,7 +51,7 @@ def test_plan_explains() -> None:
         assert "gate_up" in output
         assert "rows an expert" in output
         assert ("warp decode" in output) == (arguments == ("--tokens", "16"))
-    assert "a CTA has a run of them" in chord("plan", "--shape", "qwen3-30b", "--tokens", "1")
+    assert "CTAs take them in turn" in chord("plan", "--shape", "qwen3-30b", "--tokens", "1")
     assert "draws its next" in chord("plan", "--shape", "qwen3-30b", "--tokens", "64")
 
 

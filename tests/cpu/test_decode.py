@@ -203,10 +203,24 @@ def test_products_of_few_bytes_share_their_sms() -> None:
         assert first.fits_beside(second)
         assert first.last_stages >= 1
     assert pair(1)[0].last_stages == 5
-    assert pair(1, "w4a16", 7168, 256)[0].last_stages == 9
+    assert pair(1, "w4a16", 7168, 256)[0].last_stages == 7
     assert [plan.ctas for tokens in (4, 64) for plan in pair(tokens)] == [1] * 4
     assert [plan.ctas for plan in pair(1, hidden=4096, inter=1536)] == [1, 1]
     assert "know how many" in str(replace(pair(1)[0], draws=True).why_illegal())
+
+
+def test_down_asks_early_where_it_has_many_stages() -> None:
+    def down(tokens: int, format_name: str = "mxfp8", hidden: int = 2048, inter: int = 768) -> WarpDecodePlan:
+        sizes = {"tokens": tokens, "top_k": 8, "experts": 128, "hidden": hidden, "intermediate": inter}
+        return warp_decode_plan("down", format_name, arch="sm_90a", sm_count=132, **sizes)
+
+    assert [down(tokens).early for tokens in (1, 2, 4, 64)] == [False, False, True, True]
+    assert [down(tokens, "w4a16", 7168, 256).early for tokens in (1, 4, 8)] == [False, False, True]
+    for plan in (down(1), down(64)):
+        assert plan.constants()["kEarlyStages"] == plan.stages - (not plan.early)
+    assert not warp_decode_plan(
+        "gate_up", "mxfp8", arch="sm_90a", sm_count=132, tokens=64, top_k=8, experts=128, hidden=2048, intermediate=768
+    ).early
 
 
 def test_many_units_are_drawn() -> None:

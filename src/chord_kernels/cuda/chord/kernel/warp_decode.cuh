@@ -29,11 +29,11 @@ struct alignas(128) DecodeStorage {
   DecodeGroups<Config> groups;
 };
 
-// A warp's way through its tasks: every task has the same number of stages, and the copies are kStages - 1 stages ahead of the sums. Where
-// kWhole says so all places are on their way: one is filled again as soon as it was added. Tasks: valid(), next(), group(), row(), row_of(group, i).
+// A warp's way through its tasks: every task has the same number of stages, and the copies are kStages - 1 stages ahead of the sums. Where two
+// kernels share the SMs all places are on their way: one is filled again as soon as it was added. Tasks: valid(), next(), group(), row(), row_of(group, i).
 template <class Config, class Tasks>
 struct DecodeStream {
-  static constexpr bool kWhole = Config::kWhole != 0;
+  static constexpr bool kWhole = Config::kCtas > 1;
   static constexpr int kAhead = Config::kStages - !kWhole;
   const DecodeOperands& operands;
   Tasks ahead;  // of the copies
@@ -75,24 +75,23 @@ struct DecodeStream {
       copy_async_commit();
     }
   }
-  // The same, of activations that are there after `wait`. Weights are on their way before, but for the last place's; for `all` of them these
-  // too: activations queue behind them, so that few stages would all be added after the last byte has come.
+  // The same, of activations that are there after `wait`. Weights of kEarlyStages places are on their way before: activations queue behind them,
+  // so that few stages would all be added after the last byte has come.
   template <class Wait>
-  __device__ __forceinline__ void begin(bool all, const Wait& wait) {
+  __device__ __forceinline__ void begin(const Wait& wait) {
+    constexpr bool kAll = Config::kEarlyStages == Config::kStages;
     DecodeStream weights(*this);
-    const int early = Config::kStages - !all;
 #pragma unroll 1
-    for (int place = 0; place < early; ++place) weights.template fill<true, false>(place);
+    for (int place = 0; place < Config::kEarlyStages; ++place) weights.template fill<true, false>(place);
     wait();
 #pragma unroll 1
     for (int place = 0; place < Config::kStages - 1; ++place) {
       fill<false, true>(place);
       copy_async_commit();
     }
-    if (all) fill<false, true>(Config::kStages - 1);  // where not kWhole, add() commits it
-    else if constexpr (kWhole) fill<true, true>(Config::kStages - 1);
+    if constexpr (kAll || kWhole) fill<!kAll, true>(Config::kStages - 1);  // where not kWhole, add() commits it
     if constexpr (kWhole) copy_async_commit();
-    refill = !all;
+    refill = !kAll;
   }
 
   // Adds a task's stages, in order; when one is there, calls `before` with the number of those left, it among them.
@@ -133,26 +132,28 @@ __device__ __forceinline__ void warp_gate_up(const DecodeOperands& operands, con
   auto& storage = *reinterpret_cast<Storage*>(shared_memory);
   const int lane = warp_lane(), warp = __shfl_sync(kFullMask, threadIdx.x / kWarpLanes, 0);
 
+  const int stages = operands.k_tiles / Config::kKTiles;
+  const int first_k = stages * warp / kWarps * Config::kKTiles, k_tiles = stages * (warp + 1) / kWarps * Config::kKTiles - first_k;
+  const UnitDeal deal(operands.rows / Config::kBlocks, blockIdx.x, gridDim.x);
   routing.prefetch(threadIdx.x, Config::kThreads);
   storage.common.groups.begin(routing);
   grid_dependency_wait();  // ids and x
   storage.common.groups.find(routing);
 
-  const int stages = operands.k_tiles / Config::kKTiles;
-  const int first_k = stages * warp / kWarps * Config::kKTiles, k_tiles = stages * (warp + 1) / kWarps * Config::kKTiles - first_k;
-  GateUpUnits<Config> tasks(storage.common.groups, storage.units, operands.counter, operands.rows, stages / kWarps);
+  GateUpUnits<Config> tasks(storage.common.groups, storage.units, operands.counter, deal, stages / kWarps);
   DecodeStream<Config, GateUpUnits<Config>> stream(storage.common, operands, tasks, first_k, k_tiles, warp, lane);
   stream.begin();
-  if (!kBeside || (tasks.later() + 1) * stream.stages <= Config::kLastStages) grid_launch_dependents();
+  int later = kBeside && tasks.valid() ? tasks.later() : -1;  // units after this one
+  if (!kBeside || (later + 1) * stream.stages <= Config::kLastStages) grid_launch_dependents();
 
-  for (int turn = 0; tasks.valid(); tasks.next(), ++turn) {
+  for (int turn = 0; tasks.valid(); tasks.next(), --later, ++turn) {
     tasks.draw();
     const auto group = tasks.group();
     const int row = tasks.row();
     DecodeSums<Config> sums;
     sums.clear();
     stream.add(sums, group.count, [&](int left) {
-      if (kBeside && tasks.later() * stream.stages + left <= Config::kLastStages) grid_launch_dependents();
+      if (kBeside && later * stream.stages + left <= Config::kLastStages) grid_launch_dependents();
     });
 #pragma unroll
     for (int block = 0; block < Config::kBlocks; ++block)
@@ -182,23 +183,20 @@ __device__ __forceinline__ void warp_gate_up(const DecodeOperands& operands, con
   tasks.end();
 }
 
-// A warp's groups, every kDecodeWarps-th, for each of a CTA's units [unit, end) of kBlocks blocks.
+// A warp's groups, every kDecodeWarps-th, for each of a CTA's units of kBlocks blocks, every gridDim.x-th.
 template <class Config>
 struct DownTasks {
   using Group = DecodeGroup<Config::kTokens>;
   const DecodeGroups<Config>& groups;
   int warp, count;  // of groups
-  int unit, end, index;
+  int units, unit, index;
 
-  __device__ __forceinline__ DownTasks(const DecodeGroups<Config>& g, int rows, int w) : groups(g), warp(w), count(g.count), index(w) {
-    const EvenShare mine(rows / Config::kBlocks, blockIdx.x, gridDim.x);
-    unit = mine.first, end = mine.last;
-  }
-  __device__ __forceinline__ bool valid() const { return unit < end && warp < count; }
-  __device__ __forceinline__ int left() const { return (end - unit) * ((count - warp + kDecodeWarps<Config> - 1) / kDecodeWarps<Config>); }  // at a unit's start
+  __device__ __forceinline__ DownTasks(const DecodeGroups<Config>& g, int all_units, int w)
+      : groups(g), warp(w), count(g.count), units(all_units), unit(static_cast<int>(blockIdx.x)), index(w) {}
+  __device__ __forceinline__ bool valid() const { return unit < units && warp < count; }
   __device__ __forceinline__ void next() {
     index += kDecodeWarps<Config>;
-    if (index >= count) index = warp, ++unit;
+    if (index >= count) index = warp, unit += static_cast<int>(gridDim.x);
   }
   __device__ __forceinline__ Group group() const { return groups.groups[index]; }
   __device__ __forceinline__ int row() const { return unit * Config::kBlocks; }
@@ -232,17 +230,15 @@ __device__ __forceinline__ void warp_down(const DecodeOperands& operands, const 
   for (int i = 0; i < kShare; ++i)
     if (const int slot = threadIdx.x + i * Config::kThreads; slot < Config::kMostPairs) storage.weights[slot] = slot_weights[i];
 
-  DownTasks<Config> tasks(storage.common.groups, operands.rows, warp);
-  const int first_unit = tasks.unit, last_unit = tasks.end;
+  const int units = operands.rows / Config::kBlocks;
+  DownTasks<Config> tasks(storage.common.groups, units, warp);
   DecodeStream<Config, DownTasks<Config>> stream(storage.common, operands, tasks, 0, operands.k_tiles, warp, lane);
-  // INT4 groups of a short K are slower with it, others no faster.
-  const bool many = Config::kFormat == Format::kMxfp8 && tasks.left() * stream.stages > 2 * Config::kStages;
-  stream.begin(many, [] {
+  stream.begin([] {
     grid_dependency_wait();
     grid_launch_dependents();
   });
 
-  for (int unit = first_unit; unit < last_unit; ++unit) {
+  for (int unit = static_cast<int>(blockIdx.x); unit < units; unit += static_cast<int>(gridDim.x)) {
     for (; tasks.valid() && tasks.unit == unit; tasks.next()) {
       const auto group = tasks.group();
       DecodeSums<Config> sums;

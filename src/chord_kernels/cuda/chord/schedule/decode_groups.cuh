@@ -57,9 +57,10 @@ struct DecodeGroups {
     using Slots = BitsOf<kShare * kWarpLanes>;
     const int slots = routing.tokens * routing.top_k;
     int expert_of[kShare], token_of[kShare];
-    load_experts(expert_of, routing, lane, kWarpLanes);
+    load_ids(expert_of, routing, lane, kWarpLanes);
 #pragma unroll
-    for (int i = 0; i < kShare; ++i) token_of[i] = (lane + i * kWarpLanes) / routing.top_k;
+    for (int i = 0; i < kShare; ++i) token_of[i] = static_cast<uint32_t>(lane + i * kWarpLanes) / static_cast<uint32_t>(routing.top_k);
+    find_local(expert_of, routing);
     Slots same[kShare];  // slots of the slot's expert
     if constexpr (kShare == 1) {
       same[0] = __match_any_sync(kFullMask, expert_of[0]);
@@ -82,27 +83,44 @@ struct DecodeGroups {
       const bool is_first = expert_of[i] >= 0 && !(same[i] & bits_below<Slots>(lane + i * kWarpLanes) & ~of_earlier_tokens[i]);
       firsts |= Slots{__ballot_sync(kFullMask, is_first)} << i * kWarpLanes;
     }
-    int before[kShare], total = 0;  // pairs in the low half, groups in the high half
+    int position[kShare], leader[kShare];  // among the pairs of the expert; its first slot
+    Slots starts = 0;  // slots whose pair is the first of a group
 #pragma unroll
     for (int i = 0; i < kShare; ++i) {
-      const bool leads = expert_of[i] >= 0 && !(same[i] & bits_below<Slots>(lane + i * kWarpLanes));
-      const int own = leads ? load_of(count_bits(same[i] & firsts)) : 0, through = sum_through(own, lane);
-      before[i] = total + through - own;
-      total += __shfl_sync(kFullMask, through, kWarpLanes - 1);
+      position[i] = count_bits(same[i] & firsts & of_earlier_tokens[i]);
+      leader[i] = first_bit(same[i]);
+      const bool starts_one = firsts >> (lane + i * kWarpLanes) & 1 && position[i] % Config::kTokens == 0;
+      starts |= Slots{__ballot_sync(kFullMask, starts_one)} << i * kWarpLanes;
     }
-    if (lane == 0) count = total >> 16;
+    Slots earlier[kShare];  // slots of the experts before
+    less<kShare == 1 ? 5 : 6>(earlier, leader);
+    if (lane == 0) count = count_bits(starts);
 #pragma unroll
     for (int i = 0; i < kShare; ++i) {
-      const int slot = lane + i * kWarpLanes, leader = max(first_bit(same[i]), 0);
-      int first = __shfl_sync(kFullMask, before[0], leader % kWarpLanes);
-      if constexpr (kShare == 2) {
-        const int second = __shfl_sync(kFullMask, before[1], leader % kWarpLanes);
-        if (leader >= kWarpLanes) first = second;
-      }
+      const int slot = lane + i * kWarpLanes;
       if (slot >= slots) continue;
-      const Slots pairs = same[i] & firsts;
-      const int position = count_bits(pairs & of_earlier_tokens[i]);
-      pair_of[slot] = static_cast<int16_t>(expert_of[i] < 0 ? -1 : put(expert_of[i], first, token_of[i], position, count_bits(pairs)));
+      const int first = count_bits(firsts & earlier[i]) | count_bits(starts & earlier[i]) << 16;
+      pair_of[slot] = static_cast<int16_t>(expert_of[i] < 0 ? -1 : put(expert_of[i], first, token_of[i], position[i], count_bits(same[i] & firsts)));
+    }
+  }
+
+  // Of every slot, those whose value, of kBits bits, is less than its own. Votes do not wait for each other, as the steps of a scan do.
+  template <int kBits, class Slots, int kShare>
+  __device__ __forceinline__ static void less(Slots (&less)[kShare], const int (&value)[kShare]) {
+    Slots equal[kShare];  // in the bits so far
+#pragma unroll
+    for (int i = 0; i < kShare; ++i) less[i] = 0, equal[i] = ~Slots{0};
+#pragma unroll
+    for (int bit = kBits - 1; bit >= 0; --bit) {
+      Slots set = 0;
+#pragma unroll
+      for (int i = 0; i < kShare; ++i) set |= Slots{__ballot_sync(kFullMask, value[i] >> bit & 1)} << i * kWarpLanes;
+#pragma unroll
+      for (int i = 0; i < kShare; ++i) {
+        const bool own = value[i] >> bit & 1;
+        if (own) less[i] |= equal[i] & ~set;
+        equal[i] &= own ? set : ~set;
+      }
     }
   }
 
@@ -111,7 +129,8 @@ struct DecodeGroups {
     constexpr int kShare = (kPairs + Config::kThreads - 1) / Config::kThreads;
     const int thread = threadIdx.x, slots = routing.tokens * routing.top_k;
     int expert_of[kShare];
-    load_experts(expert_of, routing, thread, Config::kThreads);
+    load_ids(expert_of, routing, thread, Config::kThreads);
+    find_local(expert_of, routing);
 #pragma unroll
     for (int i = 0; i < kShare; ++i) {
       const int token = (thread + i * Config::kThreads) / routing.top_k;
@@ -140,12 +159,15 @@ struct DecodeGroups {
     __syncthreads();
   }
 
-  // Experts of slots `first`, `first` + step, ...; -1 behind the last. All ids are asked for before one is looked at.
+  // Ids of slots `first`, `first` + step, ...; -1 behind the last. All are asked for before find_local() looks at one.
   template <int kShare>
-  __device__ __forceinline__ static void load_experts(int (&expert_of)[kShare], const TokenRouting& routing, int first, int step) {
+  __device__ __forceinline__ static void load_ids(int (&ids)[kShare], const TokenRouting& routing, int first, int step) {
     const int slots = routing.tokens * routing.top_k;
 #pragma unroll
-    for (int i = 0; i < kShare; ++i) expert_of[i] = first + i * step < slots ? routing.ids[first + i * step] : -1;
+    for (int i = 0; i < kShare; ++i) ids[i] = first + i * step < slots ? routing.ids[first + i * step] : -1;
+  }
+  template <int kShare>
+  __device__ __forceinline__ static void find_local(int (&expert_of)[kShare], const TokenRouting& routing) {
 #pragma unroll
     for (int i = 0; i < kShare; ++i) expert_of[i] = routing.local(expert_of[i]);
   }

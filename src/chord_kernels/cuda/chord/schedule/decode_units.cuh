@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which units of gate/up in warp decode a CTA has; a unit is kBlocks blocks of 16 paired rows of a group. Few units are dealt out in runs.
+// Which units of gate/up in warp decode a CTA has; a unit is kBlocks blocks of 16 paired rows of a group. Few units are dealt out in turn.
 // Many are drawn, since groups have one token or eight, and SMs are not equally far from memory: CTAs then end together.
 #pragma once
 #include "chord/schedule/decode_groups.cuh"
@@ -7,18 +7,22 @@
 
 namespace chord {
 
-// Units [first, last) of `total` that CTA `cta` of `ctas` has; the first CTAs have those that cannot be dealt out evenly.
-struct EvenShare {
-  int first, last;
-  __device__ __forceinline__ EvenShare(uint32_t total, uint32_t cta, uint32_t ctas) {
-    const uint32_t each = total / ctas, rest = total - each * ctas;
-    first = static_cast<int>(each * cta + min(cta, rest));
-    last = first + static_cast<int>(each + (cta < rest));
+// Every ctas-th unit from number `cta` on, by its group and its place among the `units` of the group. Needs nothing of the routing.
+struct UnitDeal {
+  int units, group, at;
+  int groups_each, units_each;  // from one to the next
+  __device__ __forceinline__ UnitDeal(uint32_t units_of_group, uint32_t cta, uint32_t ctas) : units(static_cast<int>(units_of_group)) {
+    group = static_cast<int>(cta / units_of_group), at = static_cast<int>(cta - group * units_of_group);
+    groups_each = static_cast<int>(ctas / units_of_group), units_each = static_cast<int>(ctas - groups_each * units_of_group);
+  }
+  __device__ __forceinline__ void next() {
+    group += groups_each, at += units_each;
+    if (at >= units) at -= units, ++group;
   }
 };
 
 // A CTA's units, turn by turn. All threads construct it, call draw() once a turn before a barrier, and end() when no unit is valid.
-// rows: 16-row blocks of an expert. stages: least number that a warp which has any copies for a unit.
+// deal: of the CTA. stages: least number that a warp which has any copies for a unit.
 template <class Config, bool kDraws = Config::kDraws != 0>
 struct GateUpUnits;
 
@@ -27,26 +31,18 @@ struct GateUpUnits<Config, false> {
   struct Storage {};
   using Group = DecodeGroup<Config::kTokens>;
   const DecodeGroups<Config>& groups;
-  int rows;
-  int left, index, at;
+  UnitDeal deal;
+  int count;  // of groups
 
-  __device__ __forceinline__ GateUpUnits(const DecodeGroups<Config>& g, Storage&, int32_t*, int all_rows, int) : groups(g), rows(all_rows) {
-    const int units = rows / Config::kBlocks;
-    const EvenShare mine(groups.count * units, blockIdx.x, gridDim.x);
-    left = mine.last - mine.first;
-    index = mine.first / units, at = (mine.first - index * units) * Config::kBlocks;
-  }
+  __device__ __forceinline__ GateUpUnits(const DecodeGroups<Config>& g, Storage&, int32_t*, const UnitDeal& d, int) : groups(g), deal(d), count(g.count) {}
   __device__ __forceinline__ void draw() {}
   __device__ __forceinline__ void end() {}
 
-  __device__ __forceinline__ bool valid() const { return left > 0; }
-  __device__ __forceinline__ int later() const { return left - 1; }  // units after this one
-  __device__ __forceinline__ void next() {
-    --left, at += Config::kBlocks;
-    if (at == rows) at = 0, ++index;
-  }
-  __device__ __forceinline__ int row() const { return at; }
-  __device__ __forceinline__ Group group() const { return groups.groups[index]; }
+  __device__ __forceinline__ bool valid() const { return deal.group < count; }
+  __device__ __forceinline__ int later() const { return (count * deal.units - 1 - (deal.group * deal.units + deal.at)) / static_cast<int>(gridDim.x); }
+  __device__ __forceinline__ void next() { deal.next(); }
+  __device__ __forceinline__ int row() const { return deal.at * Config::kBlocks; }
+  __device__ __forceinline__ Group group() const { return groups.groups[deal.group]; }
   __device__ __forceinline__ static int row_of(const Group& group, int i) { return group.tokens[i]; }
 };
 
@@ -71,8 +67,8 @@ struct GateUpUnits<Config, true> {
   int turn = 0, place = 0;
   int drawn = -1;  // not put down yet
 
-  __device__ __forceinline__ GateUpUnits(const DecodeGroups<Config>& g, Storage& s, int32_t* c, int rows, int stages)
-      : groups(g), storage(s), counter(c), units_of_group(rows / Config::kBlocks), units(g.count * units_of_group) {
+  __device__ __forceinline__ GateUpUnits(const DecodeGroups<Config>& g, Storage& s, int32_t* c, const UnitDeal& deal, int stages)
+      : groups(g), storage(s), counter(c), units_of_group(deal.units), units(g.count * units_of_group) {
     early = 2 + (Config::kStages + max(stages, 1) - 1) / max(stages, 1);
     static_assert(kPlaces > 2 + Config::kStages, "a unit would take the place of one that is still in use");
     if (threadIdx.x < kPlaces) put(threadIdx.x, threadIdx.x < early ? blockIdx.x + threadIdx.x * gridDim.x : units);
@@ -90,7 +86,7 @@ struct GateUpUnits<Config, true> {
   }
 
   __device__ __forceinline__ bool valid() const { return storage.units[place].group >= 0; }
-  __device__ __forceinline__ int later() const { return 0; }  // nobody knows, and no plan asks
+  __device__ __forceinline__ int later() const { return 0; }  // of a CTA's units after this one: nobody knows, and no plan asks
   __device__ __forceinline__ void next() { ++turn, place = place + 1 == kPlaces ? 0 : place + 1; }
   __device__ __forceinline__ int row() const { return storage.units[place].row; }
   __device__ __forceinline__ Group group() const { return groups.groups[storage.units[place].group]; }

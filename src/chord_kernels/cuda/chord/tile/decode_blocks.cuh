@@ -21,10 +21,9 @@ struct DecodeBlock<Format::kInt4> {
 
   WeightFragment fragment;
 
-  // Of block `row` (16 rows each) of an expert with `rows` of them.
-  __device__ __forceinline__ static int64_t offset(int expert, int row, int rows, int k_tiles) {
-    const int64_t tile = (int64_t{expert} * rows + row) / kTileBlocks;
-    return tile * k_tiles * int64_t{sizeof(WeightTile)} + row % kTileBlocks * kBytes;
+  // Of block `row` (16 rows each) of an expert with `rows` of them, k-tile `k_tile` of k_tiles. 32 bits count more k-tiles than a memory has.
+  __device__ __forceinline__ static int64_t offset(uint32_t expert, uint32_t row, uint32_t rows, uint32_t k_tiles, uint32_t k_tile) {
+    return int64_t{kKStride} * ((expert * rows + row) / kTileBlocks * k_tiles + k_tile) + row % kTileBlocks * kBytes;
   }
 
   __device__ __forceinline__ void load(uint32_t block, int lane) { fragment.load(block, lane); }
@@ -58,8 +57,8 @@ struct DecodeBlock<Format::kMxfp8> {
   uint32_t words[8];  // two a k-step of 16
   uint32_t scales;    // E8M0 bytes [row half][32-group]
 
-  __device__ __forceinline__ static int64_t offset(int expert, int row, int rows, int k_tiles) {
-    return (int64_t{expert} * rows + row) * k_tiles * kBytes;
+  __device__ __forceinline__ static int64_t offset(uint32_t expert, uint32_t row, uint32_t rows, uint32_t k_tiles, uint32_t k_tile) {
+    return int64_t{kKStride} * ((expert * rows + row) * k_tiles + k_tile);
   }
 
   __device__ __forceinline__ void load(uint32_t block, int lane) {

@@ -59,7 +59,7 @@ struct DecodeSource {
   __device__ __forceinline__ void aim(const DecodeTask& task, int first_k, int stages, const DecodeOperands& operands, int rows_of_task,
                                       const RowOf& row_of, int lane) {
     using Block = typename Stage::Block;
-    weights = operands.weights + Block::offset(task.expert, task.row, operands.rows, operands.k_tiles) + int64_t{first_k} * Block::kKStride + lane * 16;
+    weights = operands.weights + Block::offset(task.expert, task.row, operands.rows, operands.k_tiles, first_k) + lane * 16;
     run = Stage::kTogether ? int64_t{operands.k_tiles} * Block::kBytes : Block::kKStride;
     count = rows_of_task, left = stages;
 #pragma unroll
