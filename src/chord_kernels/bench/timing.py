@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import statistics
 import subprocess
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +12,6 @@ import torch
 
 from ..errors import CheckError
 
-WARM_SECONDS = 0.1  # of replays before the first that counts: a card that has been idle is slower, by 4 % for a layer of 13 us
 FLUSH_BYTES = 1 << 30  # many times the largest L2, and long enough for the host to stay ahead of short kernels
 
 
@@ -86,10 +84,8 @@ def graph(layers: Sequence[Callable[[], object]], check: Callable[[], float], *,
             layer()
 
     replay = captured(all_layers)
-    begin = time.perf_counter()
-    while time.perf_counter() - begin < WARM_SECONDS:
+    for _ in range(3):
         replay()
-        torch.cuda.synchronize()
     times = []
     for _ in range(samples):
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
