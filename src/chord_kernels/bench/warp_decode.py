@@ -21,7 +21,7 @@ from . import humming, timing
 from .suites import READ_GBS, TOP_K, random_topk_ids, random_weight, recorded_small_batch
 
 ROUTINGS = ("uniform", "zipf", "same")
-SLOW_GRAPHS = 2  # of a process, the first ones, whatever they hold: replays of 48 kernels took 13 us longer, 4 % (docs/facts.md)
+SLOW_GRAPHS = 2  # of a process, the first ones: with one token of 30B a replay took 13 us longer, 4 %, for no known reason (docs/facts.md)
 Peers = list[humming.HummingPeer]  # of gate_up and down
 
 
