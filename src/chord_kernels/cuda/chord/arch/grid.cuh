@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Programmatic dependent launch, register hand-over between warpgroups, and the trap.
+// Programmatic dependent launch, draws from a counter, register hand-over between warpgroups, and the trap.
 #pragma once
 #include "chord/arch/types.cuh"
 
@@ -22,5 +22,13 @@ __device__ __forceinline__ void registers_lower() {
 }
 
 __device__ __forceinline__ void trap() { asm volatile("trap;"); }
+
+// Adds one to a number in device memory and returns what it was, which is waited for where it is used. An addition would be compiled to one for
+// the warp, whose result is shuffled to its threads at once.
+__device__ __forceinline__ int32_t draw_number(int32_t* counter) {
+  int32_t number;
+  asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], 0x7FFFFFFF;" : "=r"(number) : "l"(counter) : "memory");
+  return number;
+}
 
 }  // namespace chord

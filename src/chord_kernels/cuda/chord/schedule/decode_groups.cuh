@@ -57,10 +57,7 @@ struct DecodeGroups {
     using Slots = BitsOf<kShare * kWarpLanes>;
     const int slots = routing.tokens * routing.top_k;
     int expert_of[kShare], token_of[kShare];
-    load_ids(expert_of, routing, lane, kWarpLanes);
-#pragma unroll
-    for (int i = 0; i < kShare; ++i) token_of[i] = static_cast<uint32_t>(lane + i * kWarpLanes) / static_cast<uint32_t>(routing.top_k);
-    find_local(expert_of, routing);
+    load_slots(expert_of, token_of, routing, lane, kWarpLanes);
     Slots same[kShare];  // slots of the slot's expert
     if constexpr (kShare == 1) {
       same[0] = __match_any_sync(kFullMask, expert_of[0]);
@@ -128,14 +125,11 @@ struct DecodeGroups {
   __device__ __forceinline__ void find_by_all(const TokenRouting& routing) {
     constexpr int kShare = (kPairs + Config::kThreads - 1) / Config::kThreads;
     const int thread = threadIdx.x, slots = routing.tokens * routing.top_k;
-    int expert_of[kShare];
-    load_ids(expert_of, routing, thread, Config::kThreads);
-    find_local(expert_of, routing);
+    int expert_of[kShare], token_of[kShare];
+    load_slots(expert_of, token_of, routing, thread, Config::kThreads);
 #pragma unroll
-    for (int i = 0; i < kShare; ++i) {
-      const int token = (thread + i * Config::kThreads) / routing.top_k;
-      if (expert_of[i] >= 0) atomicOr(reinterpret_cast<uint32_t*>(&tokens_of[expert_of[i]]) + token / 32, 1u << token % 32);
-    }
+    for (int i = 0; i < kShare; ++i)
+      if (expert_of[i] >= 0) atomicOr(reinterpret_cast<uint32_t*>(&tokens_of[expert_of[i]]) + token_of[i] / 32, 1u << token_of[i] % 32);
     __syncthreads();
     const int share = (routing.experts + Config::kThreads - 1) / Config::kThreads;
     const int first = min(thread * share, routing.experts), last = min(first + share, routing.experts);
@@ -153,21 +147,22 @@ struct DecodeGroups {
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < kShare; ++i) {
-      const int slot = thread + i * Config::kThreads, token = slot / routing.top_k, expert = expert_of[i];
-      if (slot < slots) pair_of[slot] = static_cast<int16_t>(expert < 0 ? -1 : add(expert, token));
+      const int slot = thread + i * Config::kThreads, expert = expert_of[i];
+      if (slot < slots) pair_of[slot] = static_cast<int16_t>(expert < 0 ? -1 : add(expert, token_of[i]));
     }
     __syncthreads();
   }
 
-  // Ids of slots `first`, `first` + step, ...; -1 behind the last. All are asked for before find_local() looks at one.
+  // Experts, -1 behind the last slot, and tokens of slots `first`, `first` + step, .... All ids are asked for before one is looked at, and the
+  // tokens found while they are on their way.
   template <int kShare>
-  __device__ __forceinline__ static void load_ids(int (&ids)[kShare], const TokenRouting& routing, int first, int step) {
+  __device__ __forceinline__ static void load_slots(int (&expert_of)[kShare], int (&token_of)[kShare], const TokenRouting& routing, int first,
+                                                    int step) {
     const int slots = routing.tokens * routing.top_k;
 #pragma unroll
-    for (int i = 0; i < kShare; ++i) ids[i] = first + i * step < slots ? routing.ids[first + i * step] : -1;
-  }
-  template <int kShare>
-  __device__ __forceinline__ static void find_local(int (&expert_of)[kShare], const TokenRouting& routing) {
+    for (int i = 0; i < kShare; ++i) expert_of[i] = first + i * step < slots ? routing.ids[first + i * step] : -1;
+#pragma unroll
+    for (int i = 0; i < kShare; ++i) token_of[i] = static_cast<int>(static_cast<uint32_t>(first + i * step) / static_cast<uint32_t>(routing.top_k));
 #pragma unroll
     for (int i = 0; i < kShare; ++i) expert_of[i] = routing.local(expert_of[i]);
   }

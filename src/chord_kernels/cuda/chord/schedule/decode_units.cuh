@@ -63,12 +63,13 @@ struct GateUpUnits<Config, true> {
   Storage& storage;
   int32_t* counter;
   int units_of_group, units;
+  uint32_t inverse;  // of units_of_group, two at least: the high half of its product with a number below 2^20 is the quotient
   int early;  // turns from a draw to the unit's own: a draw takes one, a barrier follows, and copies look for it kStages stages ahead of sums
   int turn = 0, place = 0;
   int drawn = -1;  // not put down yet
 
   __device__ __forceinline__ GateUpUnits(const DecodeGroups<Config>& g, Storage& s, int32_t* c, const UnitDeal& deal, int stages)
-      : groups(g), storage(s), counter(c), units_of_group(deal.units), units(g.count * units_of_group) {
+      : groups(g), storage(s), counter(c), units_of_group(deal.units), units(g.count * units_of_group), inverse(0xFFFFFFFFu / deal.units + 1) {
     early = 2 + (Config::kStages + max(stages, 1) - 1) / max(stages, 1);
     static_assert(kPlaces > 2 + Config::kStages, "a unit would take the place of one that is still in use");
     if (threadIdx.x < kPlaces) put(threadIdx.x, threadIdx.x < early ? blockIdx.x + threadIdx.x * gridDim.x : units);
@@ -79,7 +80,7 @@ struct GateUpUnits<Config, true> {
     if (!draws()) return;
     if (drawn >= 0) put((turn - 1 + early) % kPlaces, first_drawn() + drawn);
     end();
-    drawn = atomicAdd(counter, 1);
+    drawn = draw_number(counter);
   }
   __device__ __forceinline__ void end() {
     if (draws() && drawn == units - 1) *counter = 0;  // the last draw of all CTAs
@@ -96,7 +97,7 @@ struct GateUpUnits<Config, true> {
   __device__ __forceinline__ int first_drawn() const { return early * static_cast<int>(gridDim.x); }
   __device__ __forceinline__ bool draws() const { return threadIdx.x == 0 && units > first_drawn(); }
   __device__ __forceinline__ void put(int into, int number) {
-    const int group = number / units_of_group;
+    const int group = static_cast<int>(__umulhi(number, inverse));
     storage.units[into] = {group < groups.count ? group : -1, (number - group * units_of_group) * Config::kBlocks};
   }
 };

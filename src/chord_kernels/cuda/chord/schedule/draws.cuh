@@ -14,7 +14,8 @@ template <class Config>
 struct DrawnSchedule {
   Storage<Config>& storage;
   int32_t* counter;
-  int32_t number;  // thread 0: of the next strip
+  int32_t number;  // thread 0: of the next strip; as it was drawn, where it was: what is done with it waits for it
+  bool is_drawn = false;
 
   __device__ __forceinline__ DrawnSchedule(int blocks, int row_tiles, int strip_tiles, Storage<Config>& s, int32_t* c, int thread)
       : storage(s), counter(c), number(blockIdx.x) {
@@ -24,19 +25,18 @@ struct DrawnSchedule {
   // Shortly before a strip is done: asks for the number of the next, which is there by the time of next(). The kernels before this one
   // may draw from the same counter until they are done.
   __device__ __forceinline__ void draw(Dependency& dependency, int thread) {
-    const int workers = gridDim.x;
     number = storage.strips.count;
-    if (number <= workers) return;  // every strip is a CTA's first
+    is_drawn = number > static_cast<int>(gridDim.x);  // or every strip is a CTA's first
+    if (!is_drawn) return;
     dependency.meet();
-    if (thread == 0) number = workers + atomicAdd(counter, 1);
+    if (thread == 0) number = draw_number(counter);
   }
 
   // The strip that was drawn; of no tiles: there is none.
   __device__ __forceinline__ Piece next(int thread) {
     if (thread == 0) {
-      const int workers = gridDim.x;
-      if (number >= workers && number - workers == storage.strips.count - 1) *counter = 0;  // the last draw
-      storage.drawn = storage.strips.at(number);
+      if (is_drawn && number == storage.strips.count - 1) *counter = 0;  // the last draw
+      storage.drawn = storage.strips.at(number + (is_drawn ? static_cast<int>(gridDim.x) : 0));
     }
     named_barrier_sync(1 + Config::kConsumerGroups, kGroupThreads);
     const Piece strip = storage.drawn;
