@@ -30,7 +30,7 @@ struct alignas(128) DecodeStorage {
 };
 
 // A warp's way through its tasks: every task has the same number of stages, and the copies are kStages - 1 stages ahead of the sums. Where two
-// kernels share the SMs all places are on their way: one is filled again as soon as it was added. Tasks: valid(), next(), group(), row(), row_of(group, i).
+// kernels share the SMs all places are on their way: one is filled again as soon as it was added. Tasks: valid(), next(), group(), row(), row_of(i).
 template <class Config, class Tasks>
 struct DecodeStream {
   static constexpr bool kWhole = Config::kCtas > 1;
@@ -53,7 +53,7 @@ struct DecodeStream {
 
   __device__ __forceinline__ void aim() {
     const auto group = ahead.group();
-    source.aim({group.expert, ahead.row()}, first_k, stages, operands, group.count, [&](int i) { return Tasks::row_of(group, i); }, lane);
+    source.aim({group.expert, ahead.row()}, first_k, stages, operands, group.count, [&](int i) { return ahead.row_of(i); }, lane);
   }
 
   // Copies the next stage to place `place`; none is left: nothing.
@@ -200,7 +200,7 @@ struct DownTasks {
   }
   __device__ __forceinline__ Group group() const { return groups.groups[index]; }
   __device__ __forceinline__ int row() const { return unit * Config::kBlocks; }
-  __device__ __forceinline__ static int row_of(const Group& group, int i) { return group.first_pair + i; }
+  __device__ __forceinline__ int row_of(int i) const { return groups.groups[index].first_pair + i; }
 };
 
 template <class Config>

@@ -43,7 +43,7 @@ struct GateUpUnits<Config, false> {
   __device__ __forceinline__ void next() { deal.next(); }
   __device__ __forceinline__ int row() const { return deal.at * Config::kBlocks; }
   __device__ __forceinline__ Group group() const { return groups.groups[deal.group]; }
-  __device__ __forceinline__ static int row_of(const Group& group, int i) { return group.tokens[i]; }
+  __device__ __forceinline__ int row_of(int i) const { return groups.groups[deal.group].tokens[i]; }
 };
 
 // A CTA's first units follow from its number, the others from a counter in device memory, which is 0 before and after a launch: every unit
@@ -91,7 +91,7 @@ struct GateUpUnits<Config, true> {
   __device__ __forceinline__ void next() { ++turn, place = place + 1 == kPlaces ? 0 : place + 1; }
   __device__ __forceinline__ int row() const { return storage.units[place].row; }
   __device__ __forceinline__ Group group() const { return groups.groups[storage.units[place].group]; }
-  __device__ __forceinline__ static int row_of(const Group& group, int i) { return group.tokens[i]; }
+  __device__ __forceinline__ int row_of(int i) const { return groups.groups[storage.units[place].group].tokens[i]; }
 
  private:
   __device__ __forceinline__ int first_drawn() const { return early * static_cast<int>(gridDim.x); }

@@ -48,11 +48,15 @@ struct DecodeTask {
 template <class Config>
 struct DecodeSource {
   using Stage = DecodeStage<Config>;
-  const uint8_t* weights;           // at the lane's first 16 bytes
-  int64_t run;                      // from one run to the next
-  uint32_t rows[Config::kTokens];   // of activations, in 16-byte pieces, to the lane's piece; those from `count` on: undefined
-  int32_t count;                    // of rows
-  int32_t left;                     // stages
+  static constexpr int kLanes = Stage::kRowBytes / 16;  // that an activation row's pieces take
+  static_assert(kWarpLanes % kLanes == 0);
+  static constexpr int kRowsAtOnce = kWarpLanes / kLanes;
+  static constexpr int kRowCopies = (Config::kTokens + kRowsAtOnce - 1) / kRowsAtOnce;
+  const uint8_t* weights;     // at the lane's first 16 bytes
+  int64_t run;                // from one run to the next
+  uint32_t rows[kRowCopies];  // of activations, every kRowsAtOnce-th, in 16-byte pieces, to the lane's piece; those from `count` on: undefined
+  int32_t count;              // of rows
+  int32_t left;               // stages
 
   // row_of(i): activation row i. The part of K begins with k-tile first_k.
   template <class RowOf>
@@ -63,8 +67,9 @@ struct DecodeSource {
     run = Stage::kTogether ? int64_t{operands.k_tiles} * Block::kBytes : Block::kKStride;
     count = rows_of_task, left = stages;
 #pragma unroll
-    for (int i = 0; i < Config::kTokens; ++i)
-      if (i < count) rows[i] = (row_of(i) * operands.k_tiles + first_k) * (kTokenBytes / 16) + lane;
+    for (int i = 0; i < kRowCopies; ++i)
+      if (const int row = i * kRowsAtOnce + lane / kLanes; row < count)
+        rows[i] = (row_of(row) * operands.k_tiles + first_k) * (kTokenBytes / 16) + lane % kLanes;
   }
 
   template <bool kWeights, bool kActivations>
@@ -78,15 +83,14 @@ struct DecodeSource {
             copy_async_16(to + r * Stage::kRunBytes + at + lane * 16, weights + r * run + at);
     }
     if constexpr (kActivations) {
-      constexpr int kLanes = Stage::kRowBytes / 16;  // that a row's pieces take
-      static_assert(kLanes <= kWarpLanes);
+      const uint32_t piece = to + Stage::kWeightBytes + lane / kLanes * Stage::kPitch + lane % kLanes * 16;
 #pragma unroll
-      for (int i = 0; i < Config::kTokens; ++i)
-        if (i < count && lane < kLanes) copy_async_16(to + Stage::kWeightBytes + i * Stage::kPitch + lane * 16, activations + int64_t{16} * rows[i]);
+      for (int i = 0; i < kRowCopies; ++i)
+        if (i * kRowsAtOnce + lane / kLanes < count) copy_async_16(piece + i * kRowsAtOnce * Stage::kPitch, activations + int64_t{16} * rows[i]);
     }
     weights += Config::kKTiles * Stage::Block::kKStride;
 #pragma unroll
-    for (int i = 0; i < Config::kTokens; ++i) rows[i] += Stage::kRowBytes / 16;
+    for (int i = 0; i < kRowCopies; ++i) rows[i] += kLanes;
     --left;
   }
 };
@@ -132,7 +136,8 @@ struct DecodeSums {
             mma_m16n8k16(part, a, b[group] + step * 2, step ? part : start[group]);
           }
 #pragma unroll
-          for (int c = 0; c < 4; ++c) sum[block][c] = fmaf(weight.scale(c / 2, group), part[c], sum[block][c]);
+          for (int c = 0; c < 4; ++c)
+            if (c % 2 < Config::kTokens) sum[block][c] = fmaf(weight.scale(c / 2, group), part[c], sum[block][c]);
         }
       }
     }
