@@ -85,11 +85,12 @@ struct DecodeBlock<Format::kMxfp8> {
     for (int i = 0; i < 8; ++i) start[i / 4][i % 4] = 0.0f;
   }
 
-  // 2^(byte - 127); byte 0 is the subnormal 2^-127. Byte 255 is infinity here, and NaN once unit() has been applied.
+  // 2^(byte - 127); byte 0 is the subnormal 2^-127. Byte 255 is infinity here, and NaN once unit() has been applied. Both row halves' are the
+  // exponents of two BF16 numbers at once.
   __device__ __forceinline__ float scale(int row_half, int group) const {
-    constexpr uint32_t kExponent = 0x7F800000u, kTwoToMinus127 = 0x00400000u;
-    const int shift = 23 - (row_half * 2 + group) * 8;
-    return __uint_as_float(max((shift >= 0 ? scales << shift : scales >> -shift) & kExponent, kTwoToMinus127));
+    constexpr uint32_t kExponents = 0x7F807F80u, kTwoToMinus127 = 0x00400040u;
+    const uint32_t pair = __vmaxu2((group ? scales >> 1 : scales << 7) & kExponents, kTwoToMinus127);
+    return __uint_as_float(row_half ? pair & 0xFFFF0000u : pair << 16);
   }
   // Bit 7 of every byte of `found` that was 255 in some block; other bits mean nothing.
   __device__ __forceinline__ void look_for_nan(uint32_t& found) const {
