@@ -11,9 +11,11 @@ import gc
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 import time
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,24 @@ KV_BYTES = 2 << 30  # said, not found out: several engines may share a card unti
 DECODED = 128
 
 
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def environment(backend: str) -> dict[str, str]:
+    """Of a vLLM that needs no network, and has the plugin for `chord` alone."""
+    sampler = os.environ.get("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    plugin = "on" if backend == "chord" else "off"
+    return {"VLLM_USE_FLASHINFER_SAMPLER": sampler, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "CHORD_VLLM": plugin}
+
+
+def moe_backend(backend: str) -> dict[str, str]:
+    """The engine argument that names it, where it is one of vLLM's own."""
+    return {} if backend in ("chord", "auto") else {"moe_backend": backend}
+
+
 def load(model: str, backend: str, *, eager: bool, options: dict[str, Any]) -> tuple[Any, dict[str, float]]:
     """The engine, and what loading took: seconds until it is ready; of the weights, seconds, and GiB on the device after and meanwhile."""
     from vllm import LLM
@@ -36,7 +56,7 @@ def load(model: str, backend: str, *, eager: bool, options: dict[str, Any]) -> t
         gpu_memory_utilization=0.1, kv_cache_memory_bytes=KV_BYTES, enable_prefix_caching=False, max_logprobs=8,
         worker_extension_cls="watched_worker.WatchedLoading",
         **({} if eager else {"compilation_config": {"cudagraph_capture_sizes": GRAPH_SIZES}}),
-        **({} if backend in ("chord", "auto") else {"moe_backend": backend}),
+        **moe_backend(backend),
         **options,
     )  # fmt: skip
     return llm, llm.collective_rpc("loading")[0] | {"ready_s": round(time.perf_counter() - start, 2)}
@@ -45,6 +65,35 @@ def load(model: str, backend: str, *, eager: bool, options: dict[str, Any]) -> t
 def random_prompts(vocabulary: int, count: int, length: int, *, seed: int) -> list[list[int]]:
     draw = random.Random(seed)
     return [[draw.randrange(2, vocabulary) for _ in range(length)] for _ in range(count)]
+
+
+Place = dict[int, float]  # log-probabilities of the tokens that were asked for, the likeliest two among them
+
+
+@dataclass
+class Predictions:
+    """Of every prompt, a list each: log-probability of each of its tokens; greedy choice and its lead over the second, at each of its
+    places and at each generated one."""
+
+    logprobs: list[list[float]] = field(default_factory=list)
+    choices: list[list[int]] = field(default_factory=list)
+    leads: list[list[float]] = field(default_factory=list)
+    greedy: list[list[int]] = field(default_factory=list)
+    greedy_leads: list[list[float]] = field(default_factory=list)
+
+    def add(self, prompt: list[int], places: list[Place], generated: list[int], generated_places: list[Place]) -> None:
+        """places: of all tokens of the prompt but the first."""
+        best = [_best_two(place) for place in places]
+        self.logprobs.append([round(place[token], 6) for place, token in zip(places, prompt[1:], strict=True)])
+        self.choices.append([token for token, _ in best])
+        self.leads.append([lead for _, lead in best])
+        self.greedy.append(list(generated))
+        self.greedy_leads.append([_best_two(place)[1] for place in generated_places])
+
+
+def _best_two(place: Place) -> tuple[int, float]:
+    (first, most), (_, second) = sorted(place.items(), key=lambda item: -item[1])[:2]
+    return first, round(most - second, 6)
 
 
 class Bench:
@@ -64,21 +113,12 @@ class Bench:
         return time.perf_counter() - start, outputs
 
     def predictions(self) -> dict[str, list[Any]]:
-        """Of every prompt: log-probability of each of its tokens; greedy choice and its lead over the second, at each of its places and
-        at each generated one."""
         _, outputs = self.generate(self.prompts(PROMPTS, PROMPT_TOKENS, seed=1), GREEDY_TOKENS, prompt_logprobs=2, logprobs=2)
-        found: dict[str, list[Any]] = {"logprobs": [], "choices": [], "leads": [], "greedy": [], "greedy_leads": []}
+        found = Predictions()
         for output in outputs:
-            places = output.prompt_logprobs[1:]
-            best = [_best_two(place) for place in places]
-            ids = output.prompt_token_ids[1:]
-            found["logprobs"].append([round(place[token].logprob, 6) for place, token in zip(places, ids, strict=True)])
-            found["choices"].append([token for token, _ in best])
-            found["leads"].append([lead for _, lead in best])
             generated = output.outputs[0]
-            found["greedy"].append(list(generated.token_ids))
-            found["greedy_leads"].append([_best_two(place)[1] for place in generated.logprobs])
-        return found
+            found.add(output.prompt_token_ids, _values(output.prompt_logprobs[1:]), generated.token_ids, _values(generated.logprobs))
+        return vars(found)
 
     def decode_ms(self, batch: int, repeats: int) -> list[float]:
         """Milliseconds a token: what 128 more of them take, after 4."""
@@ -91,18 +131,17 @@ class Bench:
         return [round(count * length / self.generate(self.prompts(count, length, seed=3 + i), 1)[0]) for i in range(repeats)]
 
 
-def _best_two(place: dict[int, Any]) -> tuple[int, float]:
-    ranked = sorted(place.items(), key=lambda item: -item[1].logprob)[:2]
-    return ranked[0][0], round(ranked[0][1].logprob - ranked[1][1].logprob, 6)
+def _values(places: list[dict[int, Any]]) -> list[Place]:
+    return [{token: entry.logprob for token, entry in place.items()} for place in places]
 
 
-def _card() -> dict[str, str]:
+def card() -> dict[str, str]:
     query = "name,driver_version,clocks.max.sm"
     line = subprocess.run(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True, text=True, check=True)
     return dict(zip(query.split(","), line.stdout.splitlines()[0].split(", "), strict=True))
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     return {name: version(name) for name in ("vllm", "torch", "chord-kernels", "humming-kernels", "cuda-core", "nvidia-cuda-nvrtc")}
 
 
@@ -117,13 +156,12 @@ def main() -> None:
     parser.add_argument("--wait", action="store_true", help="once ready: make the file OUT.ready, and measure after a line on stdin")
     parser.add_argument("--commit", default="")
     given = parser.parse_args()
-    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "CHORD_VLLM": "on" if given.backend == "chord" else "off"}
+    os.environ |= environment(given.backend)
 
     llm, loading = load(given.model, given.backend, eager=given.eager, options=given.options)
     bench = Bench(llm)
     row: dict[str, Any] = {
-        "backend": given.backend, "card": _card(), "date": time.strftime("%F"), "versions": _versions(), "commit": given.commit,
+        "backend": given.backend, "card": card(), "date": time.strftime("%F"), "versions": versions(), "commit": given.commit,
         "eager": given.eager, "options": given.options, **loading,
     }  # fmt: skip
     row["predictions"] = bench.predictions()

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm serve` with the plugin, asked by the OpenAI client: greedy completions beside those that engine.py found.
+"""`vllm serve`, asked by the OpenAI client, one prompt at a time: the predictions that engine.py takes of all prompts at once.
 
-server.py MODEL FOLDER [arguments of vllm serve ...]; FOLDER is one that ab.py has filled: predictions of the `emulation` backend, and the
-noise of vLLM's others. Fails where a completion leaves emulation's at a lead above that noise.
+server.py MODEL BACKEND --out OUT.json [arguments of vllm serve ...]; compare.py holds its files beside each other, as engine.py's.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -14,63 +14,62 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+from typing import Any
 
-from engine import GREEDY_TOKENS, PROMPT_TOKENS, PROMPTS, random_prompts
+from engine import GREEDY_TOKENS, PROMPT_TOKENS, Place, Predictions, card, environment, free_port, moe_backend, random_prompts, versions
 
-PORT, PATIENCE_S, ASKED = 8091, 240, 32
+PATIENCE_S, ASKED = 300, 32
 
 
-def healthy() -> bool:
+def healthy(port: int) -> bool:
     try:
-        return urllib.request.urlopen(f"http://127.0.0.1:{PORT}/health", timeout=2).status == 200
+        return urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2).status == 200
     except OSError:
         return False
 
 
+def ask(port: int, model: str, prompts: list[list[int]]) -> dict[str, list[Any]]:
+    from openai import OpenAI
+
+    client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
+    more = {"ignore_eos": True, "prompt_logprobs": 2, "return_token_ids": True, "return_tokens_as_token_ids": True}
+    found = Predictions()
+    for prompt in prompts:
+        reply = client.completions.create(model=model, prompt=prompt, max_tokens=GREEDY_TOKENS, temperature=0, logprobs=2, extra_body=more)
+        choice = reply.choices[0]
+        places = [{int(token): entry["logprob"] for token, entry in place.items()} for place in choice.prompt_logprobs[1:]]
+        generated = [_named(place) for place in choice.logprobs.top_logprobs]
+        found.add(prompt, places, choice.token_ids, generated)
+    return vars(found)
+
+
+def _named(place: dict[str, float]) -> Place:
+    return {int(token.removeprefix("token_id:")): value for token, value in place.items()}
+
+
 def main() -> None:
-    model, folder, *arguments = sys.argv[1:]
-    truth = json.loads((Path(folder) / "emulation.json").read_text())["predictions"]
-    noise = json.loads((Path(folder) / "comparison.json").read_text())["rows"][0]["differences"]["noise"]
-    command = [
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.cli.main",
-        "serve",
-        model,
-        "--port",
-        str(PORT),
-        "--max-model-len",
-        "4096",
-        *arguments,
-    ]
-    environment = {"VLLM_USE_FLASHINFER_SAMPLER": "0"} | os.environ | {"CHORD_VLLM": "on", "VLLM_NO_USAGE_STATS": "1"}
-    server = subprocess.Popen(command, env=environment)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("backend")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--commit", default="")
+    given, more = parser.parse_known_args()
+    port, own = free_port(), [f"--{name.replace('_', '-')}={value}" for name, value in moe_backend(given.backend).items()]
+    serve = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", given.model, "--port", str(port), "--max-model-len", "4096"]
+    server = subprocess.Popen([*serve, *own, *more], env=os.environ | environment(given.backend))
     try:
         start = time.monotonic()
-        while not healthy():
+        while not healthy(port):
             if server.poll() is not None or time.monotonic() - start > PATIENCE_S:
                 raise SystemExit("the server did not come up; its log is above")
             time.sleep(1)
-        from openai import OpenAI
-
-        client = OpenAI(base_url=f"http://127.0.0.1:{PORT}/v1", api_key="none")
-        vocabulary = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
-        prompts = random_prompts(vocabulary, PROMPTS, PROMPT_TOKENS, seed=1)[:ASKED]
-        same, left_at = 0, []
-        for prompt, greedy, leads in zip(prompts, truth["greedy"], truth["greedy_leads"], strict=False):
-            reply = client.completions.create(
-                model=model, prompt=prompt, max_tokens=GREEDY_TOKENS, temperature=0, extra_body={"ignore_eos": True}
-            )
-            found = [int(word.removeprefix("t")) if word.startswith("t") else -1 for word in reply.choices[0].text.split()]
-            first = next((i for i, (a, b) in enumerate(zip(greedy, found, strict=True)) if a != b), None)
-            same += first is None
-            if first is not None:
-                left_at.append(leads[first])
-        said = client.completions.create(model=model, prompt="t5 t17 t99", max_tokens=4, temperature=0).choices[0].text
-        found = {"asked": ASKED, "same": same, "left_at_leads_of": left_at, "noise": noise, "t5 t17 t99": said}
-        print(json.dumps({"arguments": arguments, **found}))
-        if any(lead > noise for lead in left_at):
-            raise SystemExit("a completion leaves emulation's where its lead is above the noise")
+        vocabulary = json.loads((Path(given.model) / "config.json").read_text())["vocab_size"]
+        row = {
+            "backend": given.backend, "card": card(), "date": time.strftime("%F"), "versions": versions(), "commit": given.commit,
+            "options": {"served": True}, "arguments": more, "ready_s": round(time.monotonic() - start, 1),
+            "predictions": ask(port, given.model, random_prompts(vocabulary, ASKED, PROMPT_TOKENS, seed=1)),
+        }  # fmt: skip
+        given.out.write_text(json.dumps(row))
     finally:
         server.terminate()
         server.wait(timeout=60)

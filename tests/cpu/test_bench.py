@@ -4,15 +4,19 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support import ROOT
 
-from chord_kernels.bench import report, timing
+from chord_kernels.bench import humming, report, timing
 from chord_kernels.bench.suites import Case, all_cases, make_inputs, random_weight, recorded_peer_us
+from chord_kernels.bench.warp_decode import random_mxfp8
 from chord_kernels.errors import CheckError
+from chord_kernels.formats import W4A16
 
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 PEERS = json.loads((ROOT / "src/chord_kernels/bench/peers-h200.json").read_text())
@@ -96,3 +100,31 @@ def test_every_case_of_the_peers_file_has_a_figure() -> None:
     assert {(row["section"], row["stage"], row["point"]) for row in PEERS["cases"]} <= found
     small = {(row["case"], row["tokens"]) for row in measured if "case" in row}
     assert {(row["case"], row["tokens"]) for row in PEERS["small_batch_graph"]["rows"] if row["case"].startswith("int4")} <= small
+
+
+@pytest.mark.parametrize("make", [random_weight, random_mxfp8])
+def test_the_peer_has_the_same_weights(monkeypatch: pytest.MonkeyPatch, make) -> None:
+    """In the checkpoint's layout, which humming's own transform starts from."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self, *, shape_n: int, shape_k: int, num_experts: int, weight_config: dict, **_: object) -> None:
+            super().__init__()
+            bits, scale = {"uint4": (4, torch.bfloat16), "float8e4m3": (8, torch.float8_e8m0fnu)}[weight_config["dtype"]]
+            words = torch.zeros((num_experts, shape_n, shape_k * bits // 32), dtype=torch.int32)
+            self.weight = torch.nn.Parameter(words, requires_grad=False)
+            self.weight_scale = torch.nn.Parameter(torch.zeros((num_experts, shape_n, shape_k // 32)).to(scale), requires_grad=False)
+
+        def cuda(self) -> Layer:
+            return self
+
+        def transform(self) -> None:
+            pass
+
+    monkeypatch.setitem(sys.modules, "humming.layer", SimpleNamespace(HummingLayer=Layer))
+    monkeypatch.setitem(sys.modules, "humming", SimpleNamespace())
+    weight = make(3, 128, 256, paired=True, device="cpu")
+    layer = humming.HummingPeer(weight)._layer
+    values, scales = weight.unpack()
+    words = layer.weight.data
+    assert torch.equal(W4A16.codes_of_words(words) if weight.format is W4A16 else words.view(torch.uint8), values)
+    assert torch.equal(layer.weight_scale.data.view(scales.dtype), scales)

@@ -8,7 +8,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ TOOLS = ROOT / "benchmarks" / "vllm"
 
 def tool(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"engine_tool_{name}", TOOLS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
@@ -99,3 +99,52 @@ def test_the_comparison_writes_what_a_result_file_needs(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "all.json").read_text())
     assert set(written) == {"card", "date", "versions", "commit", "command", "rows"}
     assert "predictions" not in written["rows"][0]
+
+
+def test_predictions_are_the_best_and_their_leads() -> None:
+    found = tool("engine").Predictions()
+    found.add([5, 3, 4], [{3: -2.0, 8: -0.5, 9: -0.75}, {4: -0.25, 9: -1.0}], [7, 8], [{7: -1.0, 2: -1.5}, {8: -0.5, 1: -0.5}])
+    assert (found.logprobs, found.choices, found.leads) == ([[-2.0, -0.25]], [[8, 4]], [[0.25, 0.75]])
+    assert (found.greedy, found.greedy_leads) == ([[7, 8]], [[0.5, 0.0]])
+
+
+def test_the_servers_answers_are_the_engines_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    choice = SimpleNamespace(
+        prompt_logprobs=[None, {"3": {"logprob": -2.0}, "8": {"logprob": -0.5}, "9": {"logprob": -0.75}}],
+        logprobs=SimpleNamespace(top_logprobs=[{"token_id:7": -1.0, "token_id:2": -1.5}]),
+        token_ids=[7],
+    )
+    completions = SimpleNamespace(create=lambda **asked: SimpleNamespace(choices=[choice]))
+    monkeypatch.setitem(sys.modules, "openai", SimpleNamespace(OpenAI=lambda **where: SimpleNamespace(completions=completions)))
+    found = tool("server").ask(1, "a model", [[5, 3], [5, 3]])
+    assert found == {
+        "logprobs": [[-2.0]] * 2,
+        "choices": [[8]] * 2,
+        "leads": [[0.25]] * 2,
+        "greedy": [[7]] * 2,
+        "greedy_leads": [[0.5]] * 2,
+    }
+
+
+@pytest.mark.parametrize(("cards", "local", "hosts"), [(2, ["0", "1"], [None, None]), (1, ["0", "0"], ["rank0", "rank1"])])
+def test_two_ranks_have_a_card_each_or_share_the_only_one(
+    monkeypatch: pytest.MonkeyPatch, cards: int, local: list[str], hosts: list[str | None]
+) -> None:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    monkeypatch.delenv("NCCL_HOSTID", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
+    found = [tool("two_ranks").environment(rank, 1234) for rank in range(2)]
+    assert [rank["LOCAL_RANK"] for rank in found] == local
+    assert [rank.get("NCCL_HOSTID") for rank in found] == hosts
+
+
+def test_a_rank_whose_partner_fails_does_not_wait_for_it(tmp_path: Path) -> None:
+    (tmp_path / "two_ranks.py").write_text((TOOLS / "two_ranks.py").read_text())
+    ends = "if __name__ == '__main__':\n    sys.exit(3) if os.environ['RANK'] == '1' else time.sleep(60)\n"
+    stub = "import os, sys, time\nfree_port = lambda: 1\n" + ends
+    (tmp_path / "engine.py").write_text(stub)
+    command = [sys.executable, tmp_path / "two_ranks.py", "a model", "chord", "--out", tmp_path / "out.json"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    assert ended.returncode
+    assert "[None, 3]" in ended.stderr

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The live peer: humming-kernels' own layer with its own heuristics, on the inputs of a case. Needs `pip install humming-kernels`."""
+"""The live peer: humming-kernels' own layer and heuristics, on a case's weights and inputs. Needs `pip install humming-kernels`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..formats import MXFP8, W4A16
 from ..rows import IndexedRows
+from ..weights import PackedWeight
 from .suites import TOP_K, Case, random_topk_ids
 
 
@@ -19,32 +21,30 @@ def available() -> bool:
 
 
 _WEIGHTS: dict[str, dict[str, object]] = {
-    "w4a16": {"dtype": "uint4", "group_size": 32, "scale_dtype": "bfloat16", "has_zero_point": False, "is_fp_zero_point": False},
-    "mxfp8": {"dtype": "float8e4m3", "group_size": 32, "scale_dtype": "float8e8m0", "has_zero_point": False, "is_fp_zero_point": False},
+    W4A16.name: {"dtype": "uint4", "group_size": 32, "scale_dtype": "bfloat16", "has_zero_point": False, "is_fp_zero_point": False},
+    MXFP8.name: {"dtype": "float8e4m3", "group_size": 32, "scale_dtype": "float8e8m0", "has_zero_point": False, "is_fp_zero_point": False},
 }
 
 
 class HummingPeer:
-    """One expert weight of random codes in humming's layout, shared by the cases of a shape."""
+    """The experts of a packed weight in humming's layout."""
 
-    def __init__(self, experts: int, n: int, k: int, *, format_name: str = "w4a16") -> None:
+    def __init__(self, weight: PackedWeight) -> None:
         from humming.layer import HummingLayer
 
         layer = HummingLayer(
-            shape_n=n,
-            shape_k=k,
-            num_experts=experts,
-            weight_config=_WEIGHTS[format_name],
+            shape_n=weight.n,
+            shape_k=weight.k,
+            num_experts=weight.experts,
+            weight_config=_WEIGHTS[weight.format.name],
             input_config={"dtype": "bfloat16", "group_size": 0},
             torch_dtype=torch.bfloat16,
         ).cuda()
-        for parameter in layer.parameters():
-            if parameter.dtype == torch.int32:
-                parameter.data.random_(-(2**31), 2**31 - 1)
-            elif parameter.element_size() == 1:
-                _fill_bytes(parameter.data)
-            else:
-                parameter.data.normal_(std=0.01)
+        for expert in range(weight.experts):
+            values, scales = weight.unpack_expert(expert)
+            words = W4A16.words_of_codes(values) if weight.format is W4A16 else values.view(torch.int32)
+            layer.weight.data[expert] = words
+            layer.weight_scale.data[expert] = scales.view(layer.weight_scale.dtype)
         layer.transform()
         self._layer = layer
 
@@ -94,8 +94,3 @@ class HummingPeer:
             )
 
         return config["block_shape"][0], call
-
-
-def _fill_bytes(data: Tensor) -> None:
-    """Bytes that are E4M3 numbers between 0.25 and 1 and E8M0 scales of 2^-79 to 2^-64 alike: finite as either."""
-    data.view(torch.uint8).random_(0x28, 0x38)

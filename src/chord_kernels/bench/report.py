@@ -23,7 +23,7 @@ Row = dict[str, Any]
 def run_cases(cases: list[Case], *, peer: bool, samples: int, on_row: Callable[[Row], None]) -> None:
     """Time every case, cold, checked; with `peer`, humming in the same process on the same card."""
     for weight, members in weights_for(cases):
-        rival = humming.HummingPeer(weight.experts, weight.n, weight.k) if peer else None
+        rival = humming.HummingPeer(weight) if peer else None
         for case in members:
             inputs = make_inputs(case, weight)
             measured = timing.cold(inputs.call, inputs.check, samples=samples)

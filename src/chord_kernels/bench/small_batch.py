@@ -91,7 +91,7 @@ def run(names: Iterable[str], *, peer: bool, samples: int, on_row: Callable[[dic
             tuple(random_weight(experts, n, k, paired=k == hidden, seed=seed + 100 * (k == inter)) for n, k in shapes)
             for seed in range(LAYERS_ROTATED)
         ]
-        rivals = [[humming.HummingPeer(experts, n, k) for n, k in shapes] for _ in range(LAYERS_ROTATED if peer else 0)]
+        rivals = [[humming.HummingPeer(weight) for weight in pair] for pair in weights] if peer else []
         for tokens in TOKENS[name]:
             layers = [_Layer.make(gate_up, down, tokens, index) for index, (gate_up, down) in enumerate(weights)]
             last = layers[-1]

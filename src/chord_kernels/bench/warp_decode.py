@@ -91,6 +91,7 @@ class Layer:
     ids: Tensor
     weights: Tensor
     out: Tensor
+    conventional_out: Tensor | None = None
 
     @classmethod
     def make(cls, weights: tuple[PackedWeight, PackedWeight], tokens: int, routing: str, index: int) -> Layer:
@@ -131,22 +132,26 @@ class Layer:
             self.x[picked], self.gate_up, self.down, self.ids[picked], self.weights[picked], dtype=torch.float64, **options
         )
 
-    def conventional(self, peers: Peers) -> Callable[[], Tensor]:
+    def conventional(self, peers: Peers) -> Callable[[], None]:
         """The layer by separate kernels: alignment (torch operations), humming's product, activation, humming's product, weighted sum."""
         tokens, inter, slots = self.x.shape[0], self.down.k, self.ids.numel()
         (first_rows, first), (second_rows, second) = (peer.indexed(slots) for peer in peers)
         raw, products = self.x.new_empty((slots, 2 * inter)), self.x.new_empty((slots, self.x.shape[1]))
 
-        def call() -> Tensor:
+        def call() -> None:
             routing = align_indexed(self.ids, self.down.experts, first_rows)
             first(self.x, routing, raw)
             hidden = torch.nn.functional.silu(raw[:, :inter]) * raw[:, inter:]
             if second_rows != first_rows:
                 routing = align_indexed(self.ids, self.down.experts, second_rows)
             second(hidden, replace(routing, top_k=1), products)
-            return (products.view(tokens, TOP_K, -1) * self.weights.unsqueeze(-1)).sum(1).to(torch.bfloat16)
+            self.conventional_out = (products.view(tokens, TOP_K, -1) * self.weights.unsqueeze(-1)).sum(1).to(torch.bfloat16)
 
         return call
+
+    def conventional_error(self) -> float:
+        """Of the conventional path's output, as `accuracy` takes it: against FP64 without any rounding."""
+        return reference.relative_error(self.conventional_out[self.sampled], self.truth())
 
     def two_products(self, peers: Peers) -> Callable[[], None]:
         """humming's two products alone, aligned ahead of time."""
@@ -178,15 +183,13 @@ def cases(tokens: Iterable[str] | None = None) -> Iterator[tuple[str, str, int]]
 
 
 def run(wanted: Iterable[tuple[str, str, int]], *, peer: bool, samples: int, on_row: Callable[[dict[str, Any]], None]) -> None:
-    """A row a case: us a whole layer, the bytes that it has to read, and of uniform routing the accuracy; with `peer`, us of the
-    conventional path and of humming's two products alone, in the same process."""
+    """A row a case: us a whole layer, the bytes that it has to read, and of uniform routing the accuracy; with `peer`, us and error of the
+    conventional path, and us of humming's two products alone, in the same process, on the same weights and activations."""
     fresh = SLOW_GRAPHS
     for name, of_model in itertools.groupby(wanted, key=lambda case: case[0]):
         model = MODELS[name]
         weights = random_layers(model)
-        shapes = ((2 * model.intermediate, model.hidden), (model.hidden, model.intermediate))
-        rivals = model.layers if peer else 0
-        peers = [[humming.HummingPeer(model.experts, n, k, format_name=model.format) for n, k in shapes] for _ in range(rivals)]
+        peers = [[humming.HummingPeer(weight) for weight in pair] for pair in weights] if peer else []
         for _, routing, batch in of_model:
             layers = [Layer.make(pair, batch, routing, index) for index, pair in enumerate(weights)]
             for _ in range(1 + fresh):
@@ -215,5 +218,6 @@ def run(wanted: Iterable[tuple[str, str, int]], *, peer: bool, samples: int, on_
                 for field, make in (("conventional_us", Layer.conventional), ("humming_us", Layer.two_products)):
                     calls = [make(layer, pair) for layer, pair in zip(layers, peers, strict=True)]
                     row[field] = round(timing.graph(calls, lambda: 0.0, samples=samples).us, 2)
+                row["conventional_error_fp64"] = layers[-1].conventional_error()
             on_row(row)
         del weights, peers
