@@ -11,6 +11,7 @@ import gc
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -32,6 +33,11 @@ def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return found.getsockname()[1]
+
+
+def end_when_told() -> None:
+    """SIGTERM raises SystemExit: what ends the processes that were started is done."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
 
 
 def environment(backend: str) -> dict[str, str]:

@@ -16,7 +16,19 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from engine import GREEDY_TOKENS, PROMPT_TOKENS, Place, Predictions, card, environment, free_port, moe_backend, random_prompts, versions
+from engine import (
+    GREEDY_TOKENS,
+    PROMPT_TOKENS,
+    Place,
+    Predictions,
+    card,
+    end_when_told,
+    environment,
+    free_port,
+    moe_backend,
+    random_prompts,
+    versions,
+)
 
 PATIENCE_S, ASKED = 300, 32
 
@@ -54,6 +66,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--commit", default="")
     given, more = parser.parse_known_args()
+    end_when_told()
     port, own = free_port(), [f"--{name.replace('_', '-')}={value}" for name, value in moe_backend(given.backend).items()]
     serve = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", given.model, "--port", str(port), "--max-model-len", "4096"]
     server = subprocess.Popen([*serve, *own, *more], env=os.environ | environment(given.backend))

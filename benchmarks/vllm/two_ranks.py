@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 import torch
-from engine import free_port
+from engine import end_when_told, free_port
 
 ENGINE = Path(__file__).with_name("engine.py")
 RANKS = 2
@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--options", type=json.loads, default={}, help='JSON of engine arguments, such as {"tensor_parallel_size": 2}')
     given, more = parser.parse_known_args()
+    end_when_told()
     options = {"distributed_executor_backend": "external_launcher", "disable_custom_all_reduce": True} | given.options
     outs = [given.out, *(given.out.with_suffix(f".rank{rank}.json") for rank in range(1, RANKS))]
     port = free_port()
@@ -55,10 +56,12 @@ def main() -> None:
         )
         for rank, out in enumerate(outs)
     ]
-    while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
-        time.sleep(POLL_S)
-    for rank in ranks:
-        rank.kill()  # one whose partner failed would wait for it
+    try:
+        while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
+            time.sleep(POLL_S)
+    finally:
+        for rank in ranks:
+            rank.kill()  # one whose partner failed would wait for it
     if any(codes):
         raise SystemExit(f"ranks ended with {codes}; their logs are above")
 

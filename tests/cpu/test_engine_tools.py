@@ -7,6 +7,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -139,12 +140,38 @@ def test_two_ranks_have_a_card_each_or_share_the_only_one(
     assert [rank.get("NCCL_HOSTID") for rank in found] == hosts
 
 
+def two_ranks(folder: Path, engine: str) -> subprocess.Popen:
+    """two_ranks.py over a stub of engine.py."""
+    (folder / "two_ranks.py").write_text((TOOLS / "two_ranks.py").read_text())
+    shared = "import os, signal, sys, time\nfree_port = lambda: 1\n"
+    ended = "end_when_told = lambda: signal.signal(signal.SIGTERM, lambda *_: sys.exit('terminated'))\n"
+    (folder / "engine.py").write_text(shared + ended + f"if __name__ == '__main__':\n    {engine}\n")
+    command = [sys.executable, folder / "two_ranks.py", "a model", "chord", "--out", folder / "out.json"]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
 def test_a_rank_whose_partner_fails_does_not_wait_for_it(tmp_path: Path) -> None:
-    (tmp_path / "two_ranks.py").write_text((TOOLS / "two_ranks.py").read_text())
-    ends = "if __name__ == '__main__':\n    sys.exit(3) if os.environ['RANK'] == '1' else time.sleep(60)\n"
-    stub = "import os, sys, time\nfree_port = lambda: 1\n" + ends
-    (tmp_path / "engine.py").write_text(stub)
-    command = [sys.executable, tmp_path / "two_ranks.py", "a model", "chord", "--out", tmp_path / "out.json"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    ended = two_ranks(tmp_path, "sys.exit(3) if os.environ['RANK'] == '1' else time.sleep(60)")
+    assert "[None, 3]" in ended.communicate(timeout=50)[1]
     assert ended.returncode
-    assert "[None, 3]" in ended.stderr
+
+
+def test_ranks_end_with_who_started_them(tmp_path: Path) -> None:
+    started = two_ranks(tmp_path, f"open(f'{tmp_path}/{{os.getpid()}}.pid', 'w').close(); time.sleep(60)")
+    deadline = time.monotonic() + 40
+    while len(ranks := list(tmp_path.glob("*.pid"))) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    started.terminate()
+    started.communicate(timeout=20)
+    while alive := [rank for rank in ranks if _runs(int(rank.stem))]:
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.1)
+
+
+def _runs(process: int) -> bool:
+    """Not so if it has ended and nobody has asked how."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
