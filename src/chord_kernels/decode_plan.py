@@ -123,7 +123,7 @@ class _Shape:
         else:
             blocks, k_tiles = (2, 2) if self.batch > 16 and 5 * (self.hidden // 32) >= 4 * self.sm_count else (1, 4)
         plan = self._plan(product, blocks, k_tiles, warps)
-        if product == "gate_up" and self._units(plan) * self._stages(plan) >= _DRAWN_STAGES * self.sm_count:
+        if product == "gate_up" and self._draws(plan):
             plan = replace(plan, draws=True)
         return self._early(_longest(plan, min(1 + _in_flight(plan), self._k(product) // TILE_K // plan.k_tiles)))
 
@@ -175,9 +175,12 @@ class _Shape:
         )
         return next(plan for plan in _narrower(widest) if plan.why_illegal() is None)
 
-    def _units(self, plan: WarpDecodePlan) -> int:
-        """Of gate/up, with every pair an expert of its own."""
-        return min(self.experts, self.batch * self.slots) * (self.intermediate // 8 // plan.blocks)
+    def _draws(self, plan: WarpDecodePlan) -> bool:
+        """Whether gate/up's units are many, with every pair an expert of its own. A drawn one's group is the high half of a product, exact
+        while number x units of a group is below 2^32; only a wide layer of many pairs has more."""
+        pairs, of_group = self.batch * self.slots, self.intermediate // 8 // plan.blocks
+        many = min(self.experts, pairs) * of_group * self._stages(plan) >= _DRAWN_STAGES * self.sm_count
+        return many and pairs * of_group**2 < 1 << 31
 
     def _stages(self, plan: WarpDecodePlan) -> int:
         """A warp's of a unit of gate/up."""

@@ -224,14 +224,15 @@ def test_down_asks_early_where_it_has_many_stages() -> None:
 
 
 def test_many_units_are_drawn() -> None:
-    def draws(tokens: int, product: str = "gate_up", experts: int = 128, hidden: int = 2048) -> bool:
-        sizes = {"tokens": tokens, "top_k": 8, "experts": experts, "hidden": hidden, "intermediate": 768}
+    def draws(tokens: int, product: str = "gate_up", experts: int = 128, hidden: int = 2048, inter: int = 768) -> bool:
+        sizes = {"tokens": tokens, "top_k": 8, "experts": experts, "hidden": hidden, "intermediate": inter}
         return warp_decode_plan(product, "mxfp8", arch="sm_90a", sm_count=132, **sizes).draws
 
     assert [draws(tokens) for tokens in (1, 8, 16, 64)] == [False, False, True, True]
     assert draws(8, hidden=4096)
     assert not draws(64, experts=8)
     assert not draws(64, product="down")
+    assert [draws(64, inter=inter) for inter in (32768, 65536)] == [True, False]  # the latter has 2048 units a pair: quotients not exact
 
 
 def test_columns_of_a_group_follow_rows_an_expert() -> None:

@@ -63,7 +63,7 @@ struct GateUpUnits<Config, true> {
   Storage& storage;
   int32_t* counter;
   int units_of_group, units;
-  uint32_t inverse;  // of units_of_group, two at least: the high half of its product with a number below 2^20 is the quotient
+  uint32_t inverse;  // of units_of_group, two at least: the high half of its product with a unit's number is the quotient (plans see to it)
   int early;  // turns from a draw to the unit's own: a draw takes one, a barrier follows, and copies look for it kStages stages ahead of sums
   int turn = 0, place = 0;
   int drawn = -1;  // not put down yet
