@@ -112,7 +112,7 @@ def plan(
 
     format_name, experts, hidden, inter = _shape(shape or "kimi-k2-ep8")
     console = _console()
-    if contract is None and warp_decodes(format_name, tokens, top_k, experts):
+    if contract is None and warp_decodes(format_name, tokens, top_k, experts, hidden=hidden, sm_count=sm_count):
         part = min(tokens, WARP_DECODE_BATCHES[-1])
         if reason := why_not_warp_decode(arch, format_name, part, top_k, experts, hidden, inter):
             raise UnsupportedError(reason)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .decode_plan import warp_decode_plans, why_not_warp_decode
+from .decode_plan import warp_decode_plans, warp_decodes, why_not_warp_decode
 from .errors import FormatError, UnsupportedError
 from .formats import FORMATS
 from .ops import device_arch
@@ -68,6 +68,12 @@ def why_not_here(gate_up: PackedWeight, down: PackedWeight, tokens: int, top_k: 
     if device.type not in ("cuda", "cpu"):
         return f"device {device} has no kernels; use CUDA or CPU tensors"
     return why_not_warp_decode(arch, gate_up.format.name, tokens, top_k, gate_up.experts, gate_up.k, down.k)
+
+
+def goes_to_warp_decode(gate_up: PackedWeight, tokens: int, top_k: int, known: int | None = None) -> bool:
+    """`warp_decodes` of these experts on their device; on CPU, as on the card that was measured."""
+    here = {"sm_count": device_arch(gate_up.device.index)[1]} if gate_up.device.type == "cuda" else {}
+    return warp_decodes(gate_up.format.name, tokens, top_k, gate_up.experts, hidden=gate_up.k, known=known, **here)
 
 
 def _check(

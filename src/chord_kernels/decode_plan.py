@@ -23,13 +23,15 @@ from .kernels import (
 
 WARP_DECODE_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 WARP_DECODE_PRODUCTS = ("gate_up", "down")
-# Of INT4, where an alignment, two products and a sum take as long (48 and 384 experts, 16 to 64 tokens): beyond, groups are read again for
-# every four or eight of an expert's tokens, or are many.
-WARP_DECODE_ROWS_PER_EXPERT = 3.0
-WARP_DECODE_SLOTS = 256  # of this rank
+# Of INT4, where an alignment, two products and a sum take as long: beyond, groups are read again for every four or eight of an expert's
+# tokens, or are many.
+WARP_DECODE_ROWS_PER_EXPERT = 3.5
+WARP_DECODE_SLOTS = 512  # of this rank
+_SLOTS_OF_FEW_UNITS = 128  # the same, where units of down leave a fifth of the SMs idle
 _IN_FLIGHT = 40 << 10  # bytes of weights an SM; with more, copies hold up the loads from shared memory that they share a path with
 _DRAWN_STAGES = 40  # a CTA's of gate/up, from which on its units are drawn: levels their ends, and costs up to 0.9 us
 _SHORT_K = 512  # of INT4 down
+_DOWN_STAGE = 4  # blocks of 16 x 64 at least, that a warp of down has at once
 _BESIDE_BYTES = 600 << 10  # of a layer, an SM: up to here waiting between the products costs more than rings in half the memory
 _ARRIVAL_BYTES = {"w4a16": 128 << 10, "mxfp8": 168 << 10}  # that an SM still has to add when down is called
 _BESIDE_STAGES = 3  # of down's ring
@@ -53,7 +55,9 @@ def why_not_warp_decode(arch: str, format_name: str, tokens: int, top_k: int, ex
     return None
 
 
-def warp_decodes(format_name: str, tokens: int, top_k: int, experts: int, known: int | None = None) -> bool:
+def warp_decodes(
+    format_name: str, tokens: int, top_k: int, experts: int, *, hidden: int, sm_count: int = 132, known: int | None = None
+) -> bool:
     """Whether a layer's batch goes to warp decode: all of MXFP8, in parts of 64 tokens; of INT4 where it is faster than aligned blocks.
 
     experts: of this rank. known: of all ranks, which the tokens are spread over; None: the same.
@@ -61,13 +65,23 @@ def warp_decodes(format_name: str, tokens: int, top_k: int, experts: int, known:
     if format_name != "w4a16":
         return True
     rows = tokens * top_k / (known or experts)
+    units = hidden // 16 // _down_blocks(hidden, sm_count)
     return (
         tokens <= WARP_DECODE_BATCHES[-1]
         and top_k <= MOST_TOP_K
         and experts <= MOST_EXPERTS
         and rows <= WARP_DECODE_ROWS_PER_EXPERT
-        and rows * experts <= WARP_DECODE_SLOTS
+        and rows * experts <= (WARP_DECODE_SLOTS if 5 * units >= 4 * sm_count else _SLOTS_OF_FEW_UNITS)
     )
+
+
+def _down_blocks(hidden: int, sm_count: int) -> int:
+    """Of a unit of INT4 down: a tile's four, or fewer where every unit still has an SM for itself. In more than one round narrow units
+    cost more than they level."""
+    blocks = 4
+    while blocks > 1 and hidden // 16 // (blocks // 2) <= sm_count:
+        blocks //= 2
+    return blocks
 
 
 @lru_cache(maxsize=4096)
@@ -77,9 +91,10 @@ def warp_decode_plans(
     """The kernels of WARP_DECODE_PRODUCTS for batches of up to the next of WARP_DECODE_BATCHES tokens.
 
     A warp has several k-tiles or blocks at once, so that one's loads and products fill the other's waits. INT4 blocks lie four to a tile;
-    gate/up takes them by two where that many tiles would leave SMs idle. MXFP8 ones are two in gate/up, or four beyond 16 tokens, where
-    they share its activations, and in down, which has few rows, one, or two where that leaves no SM idle. Where a group's part of down is
-    no more than a stage or two, 16 warps take twice as many groups at once, if there are as many; its ring is no longer than that part.
+    gate/up takes them by two where that many tiles would leave SMs idle, down by two or one where each of these has an SM. MXFP8 ones are
+    two in gate/up, or four beyond 16 tokens, where they share its activations, and in down, which has few rows, one, or two where that
+    leaves no SM idle. Where a group's part of down is no more than a stage or two, 16 warps take twice as many groups at once, if there
+    are as many; its ring is no longer than that part.
 
     Where an SM has few bytes of a layer, down's CTAs come beside gate/up's before these end, each with a part of the shared memory.
     """
@@ -115,13 +130,14 @@ class _Shape:
         warps = 8
         if self.format_name == "w4a16":
             short = self.intermediate <= _SHORT_K and self.batch * self.slots >= 16
-            warps, k_tiles = (16, 1) if short else (8, 2)
             few = self.batch * self.slots * 2 * self.intermediate // TILE_ROWS <= self.sm_count // 2
-            blocks = 2 if few and product == "gate_up" else 4
+            warps, k_tiles = (16, 1) if short else (8, 2)
+            blocks = (2 if few else 4) if product == "gate_up" else _down_blocks(self.hidden, self.sm_count)
+            k_tiles = k_tiles if product == "gate_up" else max(k_tiles, _DOWN_STAGE // blocks)
         elif product == "gate_up":
             blocks, k_tiles = (2, 2 if self.batch <= 2 else 4) if self.batch <= 16 else (4, 2)
         else:
-            blocks, k_tiles = (2, 2) if self.batch > 16 and 5 * (self.hidden // 32) >= 4 * self.sm_count else (1, 4)
+            blocks, k_tiles = (2, 2) if self.batch > 16 and 5 * (self.hidden // 32) >= 4 * self.sm_count else (1, _DOWN_STAGE)
         plan = self._plan(product, blocks, k_tiles, warps)
         if product == "gate_up" and self._draws(plan):
             plan = replace(plan, draws=True)
@@ -137,7 +153,8 @@ class _Shape:
         first = self._plan("gate_up", 2, 2, 8)
         last_stages = max(1, round(_ARRIVAL_BYTES[self.format_name] / (first.warps * first.weight_bytes)))
         first = replace(first, ctas=2, last_stages=last_stages, stages=max(LEAST_DECODE_STAGES, _in_flight(first)))
-        second = self._plan("down", *((4, 1) if self.format_name == "w4a16" else (1, 4)), 8)
+        blocks = _down_blocks(self.hidden, self.sm_count) if self.format_name == "w4a16" else 1
+        second = self._plan("down", blocks, _DOWN_STAGE // blocks, 8)
         second = self._early(_longest(replace(second, ctas=2), min(_BESIDE_STAGES, self.intermediate // TILE_K // second.k_tiles)))
         return (first, second) if first.why_illegal() is None and first.fits_beside(second) else None
 

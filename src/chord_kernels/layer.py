@@ -12,8 +12,8 @@ from torch import Tensor
 from . import ops
 from .align import align_rows
 from .combine import weighted_sum
-from .decode import warp_decode
-from .decode_plan import WARP_DECODE_BATCHES, warp_decodes
+from .decode import goes_to_warp_decode, warp_decode
+from .decode_plan import WARP_DECODE_BATCHES
 from .errors import FormatError, UnsupportedError
 from .formats import W4A16
 from .plan import layer_kernels, numerics_for
@@ -103,8 +103,8 @@ class MoELayer:
 
     def warp_decodes(self, tokens: int, top_k: int) -> bool:
         """Whether a batch of this size goes to `warp_decode`. On CPU INT4 keeps the path of large batches."""
-        form, experts = self.gate_up.format, (self.gate_up.experts, self._known_experts)
-        return (form is not W4A16 or self.gate_up.device.type == "cuda") and warp_decodes(form.name, tokens, top_k, *experts)
+        here = self.gate_up.format is not W4A16 or self.gate_up.device.type == "cuda"
+        return here and goes_to_warp_decode(self.gate_up, tokens, top_k, self._known_experts)
 
     def _warp_decode(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor | None) -> Tensor:
         out = torch.empty_like(x) if out is None else out

@@ -340,7 +340,7 @@ def layer_kernels(
     if format_name == "w4a16":
         plans += buckets(arch=arch, contracts=contracts, unfused=unfused, **shape)
         plans += [PackPlan(arch), WeightedSumPlan(arch), align_plan(arch, experts)]
-    if warp_decodes(format_name, 1, 1, experts):
+    if warp_decodes(format_name, 1, 1, experts, hidden=hidden, sm_count=sm_count):
         plans += warp_decode_buckets(arch, format_name, top_ks=(8, MOST_TOP_K) if top_k is None else (top_k,), **shape)
     return plans
 

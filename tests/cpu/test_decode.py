@@ -244,9 +244,26 @@ def test_columns_of_a_group_follow_rows_an_expert() -> None:
     assert [columns(tokens, 384) for tokens in (8, 16, 32)] == [4, 4, 8]
 
 
+def test_a_unit_of_int4_down_is_as_wide_as_leaves_no_sm_idle() -> None:
+    def blocks(hidden: int, tokens: int) -> int:
+        sizes = {"tokens": tokens, "top_k": 8, "experts": 128, "hidden": hidden, "intermediate": 768}
+        return warp_decode_plan("down", "w4a16", arch="sm_90a", sm_count=132, **sizes).blocks
+
+    for tokens in (1, 2, 8, 32):
+        assert [blocks(hidden, tokens) for hidden in (64, 2048, 2176, 4096, 4288, 7168)] == [1, 1, 2, 2, 4, 4]
+
+
 def test_the_crossover() -> None:
-    assert all(warp_decodes("mxfp8", tokens, 8, 128) for tokens in (1, 64, 10_000))
-    assert [warp_decodes("w4a16", tokens, 8, 48) for tokens in (1, 16, 18, 19, 64)] == [True, True, True, False, False]
-    assert [warp_decodes("w4a16", tokens, 8, 384) for tokens in (32, 33)] == [True, False]
-    assert [warp_decodes("w4a16", tokens, 8, 48, 384) for tokens in (64, 65)] == [True, False]
+    def most(experts: int, hidden: int, top_k: int = 8, **known: int) -> int:
+        """Tokens up to which an INT4 layer's batches go there."""
+        goes = [warp_decodes("w4a16", tokens, top_k, experts, hidden=hidden, **known) for tokens in range(1, 80)]
+        assert goes == sorted(goes, reverse=True)
+        return sum(goes)
+
+    assert all(warp_decodes("mxfp8", tokens, 8, 128, hidden=2048) for tokens in (1, 64, 10_000))
+    assert [most(experts, 7168) for experts in (12, 24, 48, 384)] == [5, 10, 21, 64]
+    assert most(48, 7168, known=384) == 64
+    assert most(384, 7168, top_k=16) == 32
+    assert [most(128, hidden) for hidden in (2048, 4096)] == [56, 56]
+    assert [most(128, hidden) for hidden in (3072, 5120, 6144)] == [16, 16, 16]  # 96, 80 and 96 units on 132 SMs
     assert WARP_DECODE_BATCHES[-1] == 64

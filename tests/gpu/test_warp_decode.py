@@ -48,7 +48,8 @@ def truth(x: Tensor, pair: tuple[PackedWeight, PackedWeight], ids: Tensor, weigh
 @pytest.mark.parametrize("format_name", FORMATS)
 @pytest.mark.parametrize("tokens", [1, 2, 3, 5, 8, 9, 16, 31, 33, 64])
 @pytest.mark.parametrize(
-    ("experts", "hidden", "inter", "top_k"), [(16, 512, 192, 4), (128, 2048, 768, 8), (5, 320, 64, 1), (40, 64, 640, 16)]
+    ("experts", "hidden", "inter", "top_k"),
+    [(16, 512, 192, 4), (128, 2048, 768, 8), (5, 320, 64, 1), (40, 64, 640, 16), (9, 4352, 64, 3), (20, 3072, 320, 8)],
 )
 def test_batches(format_name: str, tokens: int, experts: int, hidden: int, inter: int, top_k: int) -> None:
     pair = layer(format_name, experts, hidden, inter)

@@ -29,8 +29,7 @@ from vllm.model_executor.utils import replace_parameter, set_weight_attrs
 from .. import ops
 from ..align import align_rows
 from ..combine import weighted_sum
-from ..decode import warp_decode
-from ..decode_plan import warp_decodes
+from ..decode import goes_to_warp_decode, warp_decode
 from ..errors import ChordError
 from ..formats import W4A16
 from ..jit.compiler import build_all
@@ -125,7 +124,7 @@ class ChordExperts(_Experts):
         gate_up, down = PackedWeight(w1, True), PackedWeight(w2)
         tokens, top_k = topk_ids.shape
         known = gate_up.experts if expert_map is None else global_num_experts
-        if warp_decodes(W4A16.name, tokens, top_k, gate_up.experts, known):
+        if goes_to_warp_decode(gate_up, tokens, top_k, known):
             warp_decode(hidden_states, gate_up, down, topk_ids, topk_weights, out=output, expert_map=expert_map)
             return
         block_rows = ops.block_rows_on(gate_up.device, tokens * top_k / known)
