@@ -31,10 +31,9 @@ def differences(truth: dict[str, Any], found: dict[str, Any], noise: float) -> d
     """Choices count where the truth's lead is above the noise."""
     distances = apart(truth, found)
     places = list(zip(flat(truth["choices"]), flat(found["choices"]), flat(truth["leads"]), strict=True))
-    greedy_wrong = 0
+    left_at = []  # of every greedy text that is another, the truth's lead where it leaves; behind that place nothing is to be compared
     for a, b, leads in zip(truth["greedy"], found["greedy"], truth["greedy_leads"], strict=True):
-        first = next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)  # behind it the texts differ
-        greedy_wrong += first is not None and leads[first] > noise
+        left_at += next(([lead] for x, y, lead in zip(a, b, leads, strict=True) if x != y), [])
     return {
         "mean": statistics.fmean(distances),
         "largest": max(distances),
@@ -42,7 +41,9 @@ def differences(truth: dict[str, Any], found: dict[str, Any], noise: float) -> d
         "clear": sum(lead > noise for *_, lead in places),
         "clear_wrong": sum(a != b and lead > noise for a, b, lead in places),
         "wrong": sum(a != b for a, b, _ in places),
-        "greedy_clear_wrong": greedy_wrong,
+        "greedy_left": len(left_at),
+        "greedy_left_at_most": max(left_at, default=0.0),
+        "greedy_clear_wrong": sum(lead > noise for lead in left_at),
     }
 
 
@@ -54,11 +55,12 @@ def print_predictions(truth: dict[str, Any], rows: list[dict[str, Any]]) -> None
     greedy = flat(truth["predictions"]["greedy"])
     print(f"noise of vLLM's own backends: {rows[0]['differences']['noise']:.4f}")
     print(f"{len(truth['predictions']['greedy'])} prompts; {len(set(greedy))} different tokens among {len(greedy)} greedy ones\n")
-    print("| backend | log-probabilities differ by, mean, most | other choice | at a clear lead, of | greedy texts that leave at one |")
-    print("|--|--|--|--|--|")
+    texts = "other greedy texts, the largest lead where one leaves | at a clear lead |"
+    print(f"| backend | log-probabilities differ by, mean, most | other choice | at a clear lead, of | {texts}\n|--|--|--|--|--|--|")
     for row in rows:
         d = row["differences"]
-        counts = f"{d['wrong']} | {d['clear_wrong']}, {d['clear']} | {d['greedy_clear_wrong']}"
+        texts = f"{d['greedy_left']}, {d['greedy_left_at_most']:.4f} | {d['greedy_clear_wrong']}"
+        counts = f"{d['wrong']} | {d['clear_wrong']}, {d['clear']} | {texts}"
         print(f"| {label(row)} | {d['mean']:.4f}, {d['largest']:.4f} | {counts} |")
 
 

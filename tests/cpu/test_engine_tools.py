@@ -74,6 +74,8 @@ def test_differences_count_where_the_lead_is_clear(found: dict[str, list], clear
     compare, truth = tool("compare"), predictions(-1.0, 3, [1, 2])
     d = compare.differences(truth, found, max(compare.apart(truth, found)))
     assert (d["clear_wrong"], d["greedy_clear_wrong"]) == (clear_wrong, greedy_clear_wrong)
+    assert d["greedy_left"] == (found["greedy"] != truth["greedy"])
+    assert d["greedy_left_at_most"] == (0.5 if greedy_clear_wrong else 0.1 if d["greedy_left"] else 0.0)
 
 
 def test_what_is_judged_does_not_set_the_noise() -> None:
